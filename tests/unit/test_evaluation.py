@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -24,24 +24,18 @@ def counted(rows: int, batch_size: int, processes: int, ring: int, ulysses: int,
     shards = [[*BatchSamplerShard(batches, dealt, index)] if dealt > 1 else [*batches] for index in range(dealt)]
     accelerator = SimpleNamespace(
         parallelism_config=SimpleNamespace(cp_size=ring, sp_size=ulysses), num_processes=processes, process_index=rank,
-        gather=lambda values: values.repeat(ring * ulysses, 1), maybe_context_parallel=lambda **_: _nothing(),
+        gather=lambda values: values.repeat(ring * ulysses, 1), maybe_context_parallel=lambda **_: nullcontext(),
     )  # fmt: skip
     loader = SimpleNamespace(dataset=range(rows), total_batch_size=batch_size * dealt)
-    found, first = Evaluated(loader, accelerator), rank // ring // ulysses * ulysses
+    evaluated, first = Evaluated(loader, accelerator), rank // ring // ulysses * ulysses
     kept: list[int] = []
     for number in range(len(shards[0])):
         for part in range(ulysses):
             labels = torch.tensor(shards[first + part][number])[:, None].repeat(1, 2)
-            with found.split({"input_ids": labels, "labels": labels, "shift_labels": labels}) as batch:
+            with evaluated.split({"input_ids": labels, "labels": labels, "shift_labels": labels}) as batch:
                 kept += [row for row in batch["labels"][:, 0].tolist() if row != IGNORED]
-            found.add(torch.tensor(float(number)), batch)
+            evaluated.add(torch.tensor(float(number)), batch)
     return kept
-
-
-def _nothing() -> Any:
-    from contextlib import nullcontext
-
-    return nullcontext()
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 3])
@@ -69,7 +63,7 @@ def test_the_mean_is_over_rows_of_the_loss_of_what_ranks_ran_together() -> None:
         parallelism_config=SimpleNamespace(cp_size=2, sp_size=1), num_processes=4, process_index=0,
         gather=lambda _: gathered.pop(0),
     )  # fmt: skip
-    found = Evaluated(SimpleNamespace(dataset=range(3), total_batch_size=2), accelerator)
+    evaluated = Evaluated(SimpleNamespace(dataset=range(3), total_batch_size=2), accelerator)
     for _ in range(2):
-        found.add(torch.tensor(0.0), {"shift_labels": torch.zeros(1, 2)})
-    assert found.mean() == (3 + 2 + 3) / 3
+        evaluated.add(torch.tensor(0.0), {"shift_labels": torch.zeros(1, 2)})
+    assert evaluated.mean() == (3 + 2 + 3) / 3

@@ -10,13 +10,7 @@ import pytest
 
 from seqtile import UserError
 from seqtile.train.recipe import Recipe, build_recipe, read_recipe, resolve
-from seqtile.train.trainer_fields import (
-    NEEDS_ARGUMENTS,
-    NEEDS_EVALUATION,
-    OPTIMIZER_PACKAGES,
-    read_fields,
-    typed_values,
-)
+from seqtile.train.trainer_fields import OPTIMIZER_PACKAGES, SCHEDULE_ARGUMENTS, typed_values
 
 
 def read(tmp_path: Path, text: str) -> Recipe:
@@ -69,8 +63,6 @@ def test_refused_in_one_short_sentence(tmp_path: Path, text: str, words: str):
     ("values", "words"),
     [
         ({"weight_decay": "much"}, "trainer.weight_decay"),
-        ({"weight_decay": float("inf")}, "finite"),
-        ({"weight_decay": True}, "does not take true"),
         ({"dataloader_num_workers": 1.5}, "trainer.dataloader_num_workers"),
         ({"dataloader_num_workers": [2]}, "trainer.dataloader_num_workers"),
         ({"run_name": 3}, "trainer.run_name"),
@@ -91,46 +83,23 @@ def test_numbers_that_yaml_reads_as_text_are_numbers_for_the_trainer():
     assert typed_values(given, get_type_hints(SFTConfig)) == {**given, "weight_decay": 0.01, "adam_beta1": 1.0}
 
 
-def test_what_is_read_from_the_trainers_source_is_what_it_is():
-    """Names, types and choices as the imported class has them: one that moved would be refused late, or wrongly."""
-    pytest.importorskip("trl", reason="trl is not installed: it comes with seqtile[train]")
-    from transformers.trainer_utils import IntervalStrategy, SaveStrategy, SchedulerType
-    from transformers.training_args import OptimizerNames
-    from trl import SFTConfig
-
-    found, hints = read_fields(), get_type_hints(SFTConfig)
-    assert found is not None and found.keys() == SFTConfig.__dataclass_fields__.keys()
-    plain = {name: kind for name, kind in found.items() if kind is not None and not isinstance(kind, tuple)}
-    assert len(plain) > 60 and plain == {name: hints[name] for name in plain}
-    kinds = {"lr_scheduler_type": SchedulerType, "optim": OptimizerNames, "save_strategy": SaveStrategy,
-             "eval_strategy": IntervalStrategy, "logging_strategy": IntervalStrategy}  # fmt: skip
-    for name, kind in kinds.items():
-        assert found[name] == tuple(one.value for one in kind)
-
-
 def test_schedules_that_need_arguments_are_those_that_transformers_refuses():
     torch = pytest.importorskip("torch")
     from transformers import get_scheduler
     from transformers.trainer_utils import SchedulerType
 
     refused = set()
-    for one in SchedulerType:
+    for schedule in SchedulerType:
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
         try:
-            get_scheduler(one, optimizer, num_warmup_steps=1, num_training_steps=4)
+            get_scheduler(schedule, optimizer, num_warmup_steps=1, num_training_steps=4)
         except (ValueError, TypeError):
-            refused.add(one.value)
-    assert refused == NEEDS_ARGUMENTS.keys()
-    # "greedy" is newer than the lowest Transformers tested.
-    assert set(NEEDS_EVALUATION) <= {one.value for one in SchedulerType} | {"greedy"}
+            refused.add(schedule.value)
+    assert refused == SCHEDULE_ARGUMENTS.keys()
 
 
 def test_optimizers_of_other_packages_are_known():
     from transformers.training_args import OptimizerNames
 
-    names = [one.value for one in OptimizerNames]
-    assert all(any(re.fullmatch(pattern, name) for name in names) for pattern, _, _ in OPTIMIZER_PACKAGES)
-    own = {name for name in names if not any(re.fullmatch(pattern, name) for pattern, _, _ in OPTIMIZER_PACKAGES)}
-    torchs = {"adamw_torch", "adamw_torch_fused", "adamw_torch_xla", "adamw_torch_npu_fused", "adamw_anyprecision"}
-    # apex's is in the lowest Transformers tested alone.
-    assert own - {"adamw_apex_fused"} == torchs | {"adafactor", "sgd", "adagrad", "rmsprop"}
+    for pattern in OPTIMIZER_PACKAGES:
+        assert any(re.fullmatch(pattern, name.value) for name in OptimizerNames)

@@ -64,8 +64,8 @@ def test_each_epoch_has_every_part_in_an_order_of_its_own():
     assert orders[0] != orders[1] != orders[2]
 
 
-@pytest.mark.parametrize("number", [0, 1, 2])
-@pytest.mark.parametrize("skip", range(ROWS * SIZE))
+@pytest.mark.parametrize("number", [0, 2])
+@pytest.mark.parametrize("skip", [0, 1, 6, 7, 11])
 def test_an_epoch_that_begins_in_the_middle_is_the_end_of_the_whole_one(number: int, skip: int):
     whole = [epoch(loader()[0], earlier) for earlier in range(number + 2)]
     split, rows = loader()

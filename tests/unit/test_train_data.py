@@ -1,9 +1,8 @@
-"""Data is looked at before it is trained on: every row, with its file and line, and counted."""
+"""Data is checked before it is trained on: every row, with its file, and counted."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,11 @@ import pytest
 import tiny_run
 from seqtile import UserError
 from seqtile.cli import main
-from seqtile.train.check_rows import check_rows
-from seqtile.train.data import check_ids, load_rows
+from seqtile.train.data import load_rows
 from seqtile.train.data_summary import DataSummary
+from seqtile.train.read_data import check_rows
 from seqtile.train.recipe import build_recipe
 from seqtile.train.run import train
-from seqtile.train.stream import Stream
 
 GOOD = {"text": "the cat sees the house."}
 ASK, ANSWER = {"role": "user", "content": "who?"}, {"role": "assistant", "content": "the cat."}
@@ -31,49 +29,45 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def checked(path: Path, *, skip: bool = False) -> tuple[int, dict[str, int]]:
-    result = check_rows(load_rows(str(path)), str(path), skip=skip)
+    result = check_rows(load_rows(str(path)), skip=skip)
     return len(result.rows), result.left_out
 
 
 BAD: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "null text": (GOOD, {"text": None}, "'text' is null"),
     "empty text": (GOOD, {"text": " \n"}, "'text' is empty"),
-    "a number": (GOOD, {"text": 3}, "'text' is a number, expected text"),
-    "content: null": (CHAT, {"messages": [ASK, {"role": "assistant", "content": None}]}, "a message without content"),
-    "content that is a number": (CHAT, {"messages": [{"role": "assistant", "content": 3}]}, "content is a number"),
-    "messages that are a text": (CHAT, {"messages": "who?"}, "'messages' is a text, expected a list of messages"),
-    "a message that is a text": (CHAT, {"messages": ["who?"]}, "'messages' holds a text, expected messages"),
-    "no messages": (CHAT, {"messages": []}, "'messages' is an empty list"),
-    "no role": (CHAT, {"messages": [{"content": "who?"}]}, "a message without a role"),
-    "no content": (CHAT, {"messages": [{"role": "assistant"}]}, "a message without content"),
-    "no text in any message": (
-        CHAT,
-        {"messages": [{"role": "user", "content": ""}, {"role": "assistant", "content": " "}]},
-        "'messages' holds only empty messages",
-    ),
+    "a number": (GOOD, {"text": 3}, "'text' is int, expected text"),
+    "messages that are a text": (CHAT, {"messages": "who?"}, "'messages' is str, expected a list of messages"),
+    "no messages": (CHAT, {"messages": []}, "'messages' holds no text"),
+    "no role": (CHAT, {"messages": [{"content": "who?"}]}, "a message without role or content"),
+    "no content": (CHAT, {"messages": [{"role": "assistant"}]}, "a message without role or content"),
     "no answer": (CHAT, {"messages": [ASK]}, "'messages' is only a prompt"),
-    "mixed kinds": (CHAT, GOOD, "'messages' is null and 'text' is not: rows of two kinds are mixed"),
-    "no completion": (PAIR, {"prompt": "who?"}, "'completion' is null"),
-    "an empty completion": (PAIR, {"prompt": "who?", "completion": ""}, "so that the row is only a prompt"),
-    "a null prompt": (PAIR, {"prompt": None, "completion": "the cat."}, "'prompt' is null"),
+    "mixed kinds": (CHAT, GOOD, "'messages' is null"),
+    "an empty completion": (PAIR, {"prompt": "who?", "completion": ""}, "'completion' is empty"),
     "no ids": ({"input_ids": [1, 2]}, {"input_ids": []}, "'input_ids' is empty"),
-    "null ids": ({"input_ids": [1, 2]}, {"input_ids": None}, "'input_ids' is empty"),
-    "a null id": ({"input_ids": [1, 2]}, {"input_ids": [1, None]}, "'input_ids' holds a null"),
-}
+    "a null id": ({"input_ids": [1, 2]}, {"input_ids": [1, None]}, "something else than token ids"),
+    "labels of another length": ({"input_ids": [1], "labels": [1]}, {"input_ids": [1, 2], "labels": [1]},
+                                 "'input_ids' and 'labels' are of two lengths"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_a_bad_row_is_named_with_its_line_or_left_out(tmp_path: Path, case: str) -> None:
+def test_a_bad_row_is_named_or_left_out(tmp_path: Path, case: str) -> None:
     good, bad, words = BAD[case]
-    path = tmp_path / "rows.jsonl"
-    tiny_run.write_jsonl(path, [good, good, bad])
+    path = tiny_run.write_jsonl(tmp_path / "rows.jsonl", [good, good, bad])
     with pytest.raises(UserError) as refused:
         checked(path)
     sentence = str(refused.value)
-    assert words in sentence and "rows.jsonl" in sentence and "line 3:" in sentence
+    assert words in sentence and "rows.jsonl', row 3:" in sentence
     assert "(1 of 3 rows are wrong)" in sentence and "--skip-bad-rows" in sentence
     count, left_out = checked(path, skip=True)
     assert count == 2 and [*left_out.values()] == [1] and words in next(iter(left_out))
+
+
+def test_nothing_right_is_refused_even_where_bad_rows_are_left_out(tmp_path: Path) -> None:
+    path = tiny_run.write_jsonl(tmp_path / "rows.jsonl", [{"text": ""}] * 2)
+    with pytest.raises(UserError, match="no row of 2 can be trained on"):
+        checked(path, skip=True)
 
 
 @pytest.mark.parametrize("row", [GOOD, CHAT, PAIR, {"input_ids": [1, 2]}, {
@@ -86,102 +80,45 @@ def test_good_rows_stay(tmp_path: Path, row: dict[str, Any]) -> None:
     assert checked(tiny_run.write_jsonl(tmp_path / "rows.jsonl", [row] * 3)) == (3, {})
 
 
-def test_rows_of_several_files_and_kinds_of_files_are_found(tmp_path: Path) -> None:
+def test_a_bad_row_of_several_files_is_named_with_its_file(tmp_path: Path) -> None:
     from datasets import Dataset
 
-    (tmp_path / "lines").mkdir()
-    tiny_run.write_jsonl(tmp_path / "lines" / "a.jsonl", [GOOD] * 3)
-    tiny_run.write_jsonl(tmp_path / "lines" / "b.jsonl", [GOOD, {"text": ""}])
-    (tmp_path / "blank.jsonl").write_text(f"{json.dumps(GOOD)}\n\n" + json.dumps({"text": None}) + "\n")
-    with pytest.raises(UserError, match="blank.jsonl', line 3: 'text' is null"):  # an empty line is no row
-        checked(tmp_path / "blank.jsonl")
-    with pytest.raises(UserError, match="file 'b.jsonl', line 2: 'text' is empty"):
-        checked(tmp_path / "lines")
-    Dataset.from_list([GOOD, {"text": None}]).to_parquet(tmp_path / "rows.parquet")
-    with pytest.raises(UserError, match="rows.parquet', row 2: 'text' is null"):
-        checked(tmp_path / "rows.parquet")
-    (tmp_path / "list.json").write_text(json.dumps([GOOD, GOOD, {"text": ""}], indent=1))
-    with pytest.raises(UserError, match="list.json', row 3: 'text' is empty"):
-        checked(tmp_path / "list.json")
-    Dataset.from_list([GOOD, {"text": ""}]).save_to_disk(tmp_path / "saved")
-    with pytest.raises(UserError, match="saved', row 2: 'text' is empty"):
-        checked(tmp_path / "saved")
+    for ending in ("jsonl", "json", "parquet"):
+        folder = tmp_path / ending
+        folder.mkdir()
+        for name, rows in (("a", [GOOD] * 3), ("b", [GOOD, {"text": ""}])):
+            if ending == "parquet":
+                Dataset.from_list(rows).to_parquet(folder / f"{name}.parquet")
+            elif ending == "json":
+                (folder / f"{name}.json").write_text(json.dumps(rows, indent=1))
+            else:
+                tiny_run.write_jsonl(folder / f"{name}.jsonl", rows)
+        with pytest.raises(UserError, match=f"file 'b.{ending}', row 2: 'text' is empty"):
+            checked(folder)
 
 
-def test_labels_of_another_length_than_the_ids() -> None:
-    from datasets import Dataset
-
-    rows = [{"input_ids": [1, 2], "labels": [1, 2]}, {"input_ids": [1, 2], "labels": [1]}]
-    check_ids(Dataset.from_list(rows[:1]), 9, "rows")
-    with pytest.raises(UserError, match="row 2: 'input_ids' and 'labels' are of two lengths"):
-        check_ids(Dataset.from_list(rows), 9, "rows")
-
-
-def test_the_kind_of_most_rows_is_the_right_one(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    tiny_run.write_jsonl(path, [GOOD, GOOD, PAIR, GOOD])
-    with pytest.raises(UserError, match=r"line 3: 'text' is null and 'prompt' is not: .* \(1 of 4 rows are wrong\)"):
-        checked(path)
-    result = check_rows(load_rows(str(path)), str(path), skip=True)
-    assert result.rows[:] == {"text": [GOOD["text"]] * 3} and [*result.left_out.values()] == [1]
-
-
-def test_nothing_right_is_refused_even_where_bad_rows_are_left_out(tmp_path: Path) -> None:
-    path = tiny_run.write_jsonl(tmp_path / "rows.jsonl", [{"text": ""}] * 2)
-    with pytest.raises(UserError, match="no row of 2 can be trained on"):
-        checked(path, skip=True)
-
-
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        ('{"text": "a"}\n{"text": \n', "line 2 ("),
-        ('{"text": "a"}\n\n{"text": "b"} c\n', "line 3 ("),
-        ('{"text": "a"}\n[1, 2]\n', "line 2 ("),
-        ("null\n", "line 1 ("),  # Arrow's reader ends the process
-        ('[{"text": "a"},\n{"text": ]\n', "line 2 ("),
-    ],
-)
-def test_a_broken_json_line_is_named(tmp_path: Path, content: str, words: str) -> None:
-    (tmp_path / "rows.jsonl").write_text(content)
-    with pytest.raises(UserError) as refused:
-        load_rows(str(tmp_path / "rows.jsonl"))
-    assert words in str(refused.value)
-
-
-@pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("rows.jsonl", '{"text": "tea"}\n{"text": "café"}\n'.encode("latin-1"), "line 2 ('utf-8' codec"),
-        ("rows.json", '[{"text": "tea"},\n{"text": "café"}]'.encode("latin-1"), "'utf-8' codec"),
-        ("rows.csv", "text\ntea\ncafé\n".encode("latin-1"), "'utf-8' codec"),
-        ("rows.jsonl", '{"text": "tea"}\n'.encode("utf-16"), "in UTF-8"),
+        ("rows.jsonl", b'{"text": "a"}\n{"text": \n', "JSON parse error"),
+        ("rows.jsonl", '{"text": "tea"}\n{"text": "caf\u00e9"}\n'.encode("latin-1"), "UTF8"),
+        ("rows.csv", "text\ntea\ncaf\u00e9\n".encode("latin-1"), "'utf-8' codec"),
         ("rows.csv", b'text\n"tea"\n"never closed\nmilk\n', "EOF inside string"),
+        ("rows.jsonl", b"", "holds no rows"),
     ],
 )
-def test_files_in_other_encodings_and_open_quotes_are_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: bytes, words: str, streaming: bool
-) -> None:
+def test_a_file_that_cannot_be_read_is_one_sentence(tmp_path: Path, name: str, content: bytes, words: str) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError) as refused:
-        loaded = load_rows(str(tmp_path / name), streaming=streaming)
-        list(Stream(loaded, name, text_field="text", skip=False).rows())
-    assert words in str(refused.value)
-    assert "Failed to read" not in capsys.readouterr().err
+        load_rows(str(tmp_path / name))
+    assert words in str(refused.value) and name in str(refused.value) and "\n" not in str(refused.value)
 
 
-def test_csv_has_columns_and_is_no_prose(tmp_path: Path) -> None:
+def test_csv_has_columns_of_text_and_is_no_prose(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
-    path.write_text('prompt,completion\n"who,\nand why?",NA\n12,007\n')
+    path.write_text('\ufeffprompt,completion\n"who,\nand why?",NA\n12,007\n', encoding="utf-8")
     assert load_rows(str(path)).rows[:] == {"prompt": ["who,\nand why?", "12"], "completion": ["NA", "007"]}
     assert load_rows(str(path)).documents is False
-    path.write_text('\ufefftext\nthe cat\n\n""\n', encoding="utf-8")
-    with pytest.raises(UserError, match="rows.csv', row 2: 'text' is empty"):
-        checked(path)
-    path.write_text("prompt,completion\na,b\na,b,c\n")
-    with pytest.raises(UserError, match="line 3: got 3 fields, expected 2"):
-        load_rows(str(path))
     (tmp_path / "rows.tsv").write_text("text\tnumber\na, b\t1\n")
     assert load_rows(str(tmp_path / "rows.tsv")).rows["text"][:] == ["a, b"]
     path.write_text("question,answer\na,b\n")
@@ -257,19 +194,13 @@ def test_nothing_is_trained_where_no_token_counts(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.fixture
-def cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr("seqtile.train.check_rows.cpu_cores", lambda: 2)
-    monkeypatch.setattr("seqtile.train.check_rows.ROWS_PER_PROCESS", 2)
-    yield
-
-
-@pytest.mark.usefixtures("cores")
-def test_many_rows_are_looked_at_by_several_processes_and_only_once(
+def test_many_rows_are_checked_by_several_processes_and_only_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import datasets
 
+    monkeypatch.setattr("seqtile.train.data.cpu_cores", lambda: 2)
+    monkeypatch.setattr("seqtile.train.data.ROWS_PER_PROCESS", 2)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     path = tiny_run.write_jsonl(tmp_path / "rows.jsonl", [GOOD] * 5 + [{"text": ""}])
     assert checked(path, skip=True) == (5, {"'text' is empty": 1})

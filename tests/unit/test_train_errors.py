@@ -57,7 +57,7 @@ def test_whose_error_it_is() -> None:
         ({"use_liger_kernel": True}, "pip install liger-kernel"),
         ({"push_to_hub": True}, "trainer.push_to_hub needs"),
         ({"padding_free": True}, "give 'packing: true'"),
-        ({"fp16": True}, "changes nothing on a CPU"),
+        ({"fp16": True}, "is for accelerators"),
     ],
     ids=str,
 )

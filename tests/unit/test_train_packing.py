@@ -25,9 +25,11 @@ def arguments(**change: Any) -> Any:
     return SimpleNamespace(**{**vars(BFD), **change})
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "gpt2", "mixtral"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("architecture", "attention", "dtype"),
+    [("llama", "eager", torch.bfloat16), ("gemma3_text", "sdpa", torch.float32), ("gpt2", "sdpa", torch.bfloat16),
+     ("mixtral", "eager", torch.float32)],
+)  # fmt: skip
 def test_a_model_that_keeps_documents_apart_may_pack(architecture: str, attention: str, dtype: torch.dtype) -> None:
     model = causal_lm(architecture, dtype, attn_implementation=attention)
     check_packing(model, arguments())

@@ -55,9 +55,10 @@ def dry_run(recipe: Recipe, progress: Any, nodes: int = 1) -> None:
     console.print(yaml.safe_dump(_settings(recipe), sort_keys=False), end="")
     for note in notes:
         console.print(note)
-    for name, sample in data.sample.items():
+    for name, row_set in data.sets.items():
+        sample = row_set.sample
         console.print(f"\n{'Data' if name == 'train' else 'Evaluation data'}", style="bold")
-        console.print(_described(data, name, sample, recipe))
+        console.print(_described(data, name))
         console.print(f"\nThe first row, {len(sample[0].ids):,} tokens; those between {OPEN} and {CLOSE} count:")
         console.print(marked(sample[0], tokenizer))
     console.print("\nPlan", style="bold")
@@ -83,22 +84,21 @@ def _settings(recipe: Recipe) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value not in (defaults.get(name), None, {}, [])}
 
 
-def _described(data: Data, name: str, sample: list[Tokens], recipe: Recipe) -> str:
+def _described(data: Data, name: str) -> str:
     """What the sample tells of the rows."""
     from seqtile.train.data_summary import DataSummary
 
-    lengths = [len(row.ids) for row in sample]
+    row_set = data.sets[name]
+    lengths = [len(row.ids) for row in row_set.sample]
     limit = None if data.arguments.packing else data.arguments.max_length
     over = [] if limit is None else [length - limit for length in lengths if length > limit]
     summary = DataSummary(
-        rows=len(sample), tokens=sum(lengths), longest=max(lengths), max_length=limit, cut=len(over),
-        cut_tokens=sum(over), sequences=len(sample), trained=sum(row.trained(limit) for row in sample),
-        left_out=data.left_out.get(name, {}), trains_prompts=data.trains_prompts[name],
+        rows=len(lengths), tokens=sum(lengths), longest=max(lengths), max_length=limit, cut=len(over),
+        cut_tokens=sum(over), sequences=len(lengths), trained=sum(row.trained(limit) for row in row_set.sample),
+        left_out=row_set.left_out, trains_prompts=row_set.row_format.trains_prompts,
     )  # fmt: skip
-    if name == "train":
-        count = "as they come" if data.stream else f"{len(data.rows):,} rows"
-        return f"{recipe.dataset}: {count}; looked at: {summary}{data.advice[name]}"
-    return f"{recipe.eval_dataset}: {len(data.evaluated):,} rows; looked at: {summary}{data.advice[name]}"
+    count = "as they come" if name == "train" and data.stream else f"{len(row_set.rows):,} rows"
+    return f"{row_set.source.dataset}: {count}; looked at: {summary}{row_set.row_format.advice}"
 
 
 def marked(row: Tokens, tokenizer: Any) -> Text:

@@ -88,7 +88,6 @@ def _leading(words: Sequence[str]) -> list[str]:
 def _unknown(flag: str, path: str, context: Any) -> str:
     """Of a flag that is none: where the setting is, or what it may have been meant for."""
     from seqtile.train.recipe import NAMED_TRAINER_KEYS, recipe_keys
-    from seqtile.train.trainer_fields import read_fields
 
     name = flag.lstrip("-").replace("-", "_")
     said = f"{path} has no flag {flag}"
@@ -100,11 +99,13 @@ def _unknown(flag: str, path: str, context: Any) -> str:
         own = {"gradient-accumulation": "grad-accumulation"}.get(own, own)
         own = own if own.startswith("--") else f"--{own}"
         return f"{said}; here it is called {own}" if own in flags else f"{said}; it is the recipe's {own[2:]!r}"
-    if path == "seqtile train" and name in (read_fields() or ()):
+    close = difflib.get_close_matches(flag, flags, n=2, cutoff=0.75)
+    if close:
+        return f"{said}; did you mean {' or '.join(close)}?"
+    if path == "seqtile train":
         key = f"trainer: {{{name}: VALUE}}"
-        return f"{said}; it is the trainer's: write '{key}' into a file, and give it with --recipe FILE"
-    close = difflib.get_close_matches(flag, flags, n=2, cutoff=0.6)
-    return f"{said}; did you mean {' or '.join(close)}?" if close else f"{said}; see {path} --help"
+        return f"{said}; an argument of TRL's SFTConfig is written as '{key}' into a file, given with --recipe FILE"
+    return f"{said}; see {path} --help"
 
 
 def _value(flag: str, words: Sequence[str]) -> str:

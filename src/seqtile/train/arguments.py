@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import typing
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,9 +14,9 @@ from seqtile._errors import UserError
 from seqtile._log import first_rank_logger
 from seqtile.models.adapters import ALL_LINEAR, lora_config, without_adapters
 from seqtile.rules import adapters_need_reentrant
-from seqtile.train.check_rows import processes_for
+from seqtile.train.data import processes_for
 from seqtile.train.recipe import LoraRecipe, Recipe, shown
-from seqtile.train.trainer_fields import best_metric, refuse_unknown_fields, typed_values
+from seqtile.train.trainer_fields import best_metric, trainer_values
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -46,8 +45,6 @@ def trainer_arguments(recipe: Recipe, output: Path, *, documents: bool, rows: in
     """
     from trl import SFTConfig  # type: ignore[attr-defined]
 
-    known = SFTConfig.__dataclass_fields__
-    refuse_unknown_fields(recipe.trainer, known)
     values: dict[str, Any] = {
         "output_dir": str(output),
         "max_length": recipe.max_length,
@@ -73,8 +70,8 @@ def trainer_arguments(recipe: Recipe, output: Path, *, documents: bool, rows: in
         values |= _evaluation(recipe)
     if recipe.is_demo:
         values |= {"warmup_steps": 3, "lr_scheduler_type": "cosine"}
-    values |= typed_values(recipe.trainer, typing.get_type_hints(SFTConfig))
-    values |= _checkpointing(recipe, known)
+    values |= trainer_values(recipe)
+    values |= _checkpointing(recipe, SFTConfig.__dataclass_fields__)
     if values["use_cpu"] and (idle := [key for key in ("fp16", "activation_offloading") if values.get(key)]):
         raise UserError(f"trainer.{idle[0]} is for accelerators, and there is none; drop it")
     try:

@@ -1,4 +1,4 @@
-"""What can be refused within a second: looked at before torch, transformers and datasets are imported."""
+"""What can be refused within a second: checked before torch, transformers and datasets are imported."""
 
 from __future__ import annotations
 
@@ -27,11 +27,13 @@ CONNECT_SECONDS = 2.0
 
 
 def check_early(recipe: Recipe) -> None:
-    """Refuse names that lead nowhere, trackers that are not installed, and what the trainer would not take.
+    """Refuse names that lead nowhere, trackers that are not installed, and keys of ``trainer:`` that nothing reads.
 
     Raises:
-        UserError: the model, the dataset or a tracker is not there, or a key or value of ``trainer:`` is none.
+        UserError: the model, the dataset or a package is not there, or a key of ``trainer:`` changes nothing.
     """
+    from huggingface_hub import constants, get_token
+
     check_trainer_section(recipe)
     check_trackers(recipe.trainer.get("report_to", "none"))
     for dataset in (recipe.dataset, recipe.eval_dataset):
@@ -42,26 +44,12 @@ def check_early(recipe: Recipe) -> None:
     check_model(recipe.model)
     if recipe.trainer.get("use_liger_kernel") and find_spec("liger_kernel") is None:
         raise UserError("trainer.use_liger_kernel needs liger-kernel; install it with: pip install liger-kernel")
-    if recipe.trainer.get("push_to_hub"):
-        check_push()
-
-
-def check_push() -> None:
-    """Refuse to train what could not be pushed afterwards.
-
-    Raises:
-        UserError: the Hub is not to be asked or reached, or there is no token.
-    """
-    from huggingface_hub import constants, get_token
-
-    if constants.HF_HUB_OFFLINE:
-        raise UserError("trainer.push_to_hub needs the Hub, and HF_HUB_OFFLINE is set; unset it, or drop push_to_hub")
-    if get_token() is None:
-        raise UserError("trainer.push_to_hub needs a token; set HF_TOKEN, or log in with: hf auth login")
-    if not can_connect(constants.ENDPOINT):
+    if recipe.trainer.get("push_to_hub") and (
+        constants.HF_HUB_OFFLINE or get_token() is None or not can_connect(constants.ENDPOINT)
+    ):
         raise UserError(
-            f"trainer.push_to_hub needs the Hub, and {constants.ENDPOINT} cannot be reached; check the network, or "
-            "drop push_to_hub"
+            f"trainer.push_to_hub needs {constants.ENDPOINT} within reach, HF_HUB_OFFLINE unset, and a token (hf auth "
+            "login, or HF_TOKEN); or drop push_to_hub"
         )
 
 
@@ -82,19 +70,15 @@ def existing_model(model: str) -> str:
         UserError: a directory without a model, a file, or a path to nothing.
     """
     path = Path(model).expanduser()
-    if path.is_dir():
-        if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
-            raise UserError(
-                f"model directory {model!r} holds adapters alone; merge them into their base model and give that, or "
-                "continue their run with --resume --output DIR"
-            )
-        if not (path / "config.json").is_file():
-            raise UserError(
-                f"model directory {model!r} has no config.json; give a directory written by save_pretrained"
-            )
+    if (path / "config.json").is_file():
         return str(path)
+    if (path / "adapter_config.json").is_file():
+        raise UserError(
+            f"model directory {model!r} holds adapters alone; merge them into their base model and give that, or "
+            "continue their run with --resume --output DIR"
+        )
     if path.exists():
-        raise UserError(f"model {model!r} is a file; give the directory that holds its config.json")
+        raise UserError(f"model {model!r} holds no config.json; give a directory written by save_pretrained")
     if model.startswith((".", "/", "~")) or model.count("/") > 1:
         raise UserError(f"model {model!r} does not exist; give a model directory or a Hub id")
     return model
@@ -106,9 +90,7 @@ def check_trackers(report_to: str | list[str]) -> None:
     Raises:
         UserError: with the package to install.
     """
-    for name in [report_to] if isinstance(report_to, str) else report_to:
-        if name in ("none", "all"):
-            continue
+    for name in {*([report_to] if isinstance(report_to, str) else report_to)} - {"none", "all"}:
         if name not in TRACKERS:
             raise UserError(f"report_to {name!r} is not a tracker; use none, all, or some of {', '.join(TRACKERS)}")
         packages = TRACKERS[name]
@@ -116,28 +98,28 @@ def check_trackers(report_to: str | list[str]) -> None:
             raise UserError(f"report_to {name!r} needs {packages[0]}; install it with: pip install {packages[0]}")
 
 
-def check_hub_name(name: str, kind: str) -> None:
+def check_hub_name(name: str, repo_type: str) -> None:
     """Refuse a Hub id that is neither in the cache nor within reach, before the libraries try it many times over.
 
     Args:
         name: the id.
-        kind: ``"model"`` or ``"dataset"``.
+        repo_type: ``"model"`` or ``"dataset"``.
 
     Raises:
         UserError: it is in no cache, and the Hub is not to be reached, or not to be asked.
     """
     from huggingface_hub import constants
 
-    cached = Path(constants.HF_HUB_CACHE) / f"{kind}s--{name.replace('/', '--')}"
+    cached = Path(constants.HF_HUB_CACHE) / f"{repo_type}s--{name.replace('/', '--')}"
     # datasets keeps what it has prepared, which it also takes without a network.
     prepared = Path(os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME) / "datasets")
-    if cached.is_dir() or (kind == "dataset" and (prepared / name.replace("/", "___")).is_dir()):
+    if cached.is_dir() or (repo_type == "dataset" and (prepared / name.replace("/", "___")).is_dir()):
         return
-    what = f"{kind} {name!r} is neither a local path nor in the Hub's cache on this machine, and"
+    subject = f"{repo_type} {name!r} is neither a local path nor in the Hub's cache on this machine, and"
     if constants.HF_HUB_OFFLINE:
-        raise UserError(f"{what} HF_HUB_OFFLINE is set; check the spelling, or unset it")
+        raise UserError(f"{subject} HF_HUB_OFFLINE is set; check the spelling, or unset it")
     if not can_connect(constants.ENDPOINT):
-        raise UserError(f"{what} {constants.ENDPOINT} cannot be reached; check the spelling, or the network")
+        raise UserError(f"{subject} {constants.ENDPOINT} cannot be reached; check the spelling, or the network")
 
 
 def can_connect(address: str) -> bool:

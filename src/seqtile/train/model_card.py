@@ -12,15 +12,13 @@ from seqtile.train.recipe import DEMO, Recipe
 from seqtile.train.trainer_fields import best_metric
 
 if TYPE_CHECKING:
-    from seqtile.train.data_summary import DataSummary, StreamSummary
+    from seqtile.train.data_summary import DataSummary
 
 TEMPLATE = Path(__file__).with_suffix(".md")
 PACKAGES = ("seqtile", "torch", "transformers", "trl", "accelerate", "datasets", "peft")
 
 
-def write_card(
-    folder: Path, recipe: Recipe, state: Any, data: Mapping[str, DataSummary | StreamSummary], tiling: str
-) -> None:
+def write_card(folder: Path, recipe: Recipe, state: Any, data: Mapping[str, DataSummary], tiling: str) -> None:
     """Write ``README.md`` into ``folder`` through huggingface_hub's cards.
 
     Args:

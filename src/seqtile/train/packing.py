@@ -10,7 +10,6 @@ TRL's collator hands over (``cu_seq_lens_q``, ``seq_idx``), its PyTorch paths do
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from seqtile._compat import attention_kind, compute_attention_plainly
@@ -23,9 +22,9 @@ if TYPE_CHECKING:
 
 logger = first_rank_logger(__name__)
 
-_DOCUMENT = 4
-"""Tokens of each of the two documents that the question is asked with."""
-_LEAK = 0.1
+DOCUMENT_TOKENS = 4
+"""Tokens of each of the two documents that the model is run on."""
+LEAK = 0.1
 """Of the effect that the first document has when the two are one text. Rounding (in bf16, and by experts whose tokens
 are grouped otherwise) stays far below it; a mask without the boundary gives about the whole effect."""
 
@@ -44,6 +43,8 @@ def check_packing(model: Any, arguments: Any) -> None:
     Raises:
         UserError: documents would mix.
     """
+    import torch
+
     if not (arguments.padding_free or (arguments.packing and arguments.packing_strategy != "wrapped")):
         return  # "wrapped" joins documents to one text on purpose
     attention = attention_kind(model) or "eager"
@@ -53,77 +54,67 @@ def check_packing(model: Any, arguments: Any) -> None:
     if any(p.is_meta or hasattr(p, "ds_shape") for p in model.parameters()):
         logger.warning("the weights are not in this process yet: not checked that packed documents stay apart")
         return
-    asked = _shallow(model) if states and ("flash" in attention or _on_cpu_for_now(model)) else model
-    mixes = _mixes(asked)
-    if mixes and states:
-        kind, layers = next(iter(states.items()))
+    # Layers with a state run other kernels on an accelerator, where the trainer moves the model only later.
+    moves = torch.accelerator.is_available() and model.get_input_embeddings().weight.device.type == "cpu"
+    if not _mixes(_shallow_copy(model) if states and ("flash" in attention or moves) else model):
+        return
+    if states:
+        state, layers = next(iter(states.items()))
         raise UserError(
-            f"packing with {type(model).__name__}: packed documents would read each other's state ({kind}, in "
+            f"packing with {type(model).__name__}: packed documents would read each other's state ({state}, in "
             f"{layers[0]} and others), for it does not start again at a document here; turn packing off, or give "
             "packing 'wrapped' to join documents on purpose"
         )
-    if mixes:
-        raise UserError(
-            f"packing with {type(model).__name__} and {attention} attention: packed documents would attend to each "
-            "other (Transformers makes this model's mask without position_ids); turn packing off, give packing "
-            "'wrapped' to join documents on purpose, or try another attn_implementation in model_kwargs"
-        )
+    raise UserError(
+        f"packing with {type(model).__name__} and {attention} attention: packed documents would attend to each "
+        "other (Transformers makes this model's mask without position_ids); turn packing off, give packing "
+        "'wrapped' to join documents on purpose, or try another attn_implementation in model_kwargs"
+    )
 
 
-def _on_cpu_for_now(model: Any) -> bool:
-    """Whether the trainer will move the model to an accelerator, where layers with a state run other kernels."""
-    import torch
-
-    return torch.accelerator.is_available() and model.get_input_embeddings().weight.device.type == "cpu"
-
-
-def _shallow(model: Any) -> Any:
+def _shallow_copy(model: Any) -> Any:
     """A model of the same kinds of layers, as few as hold them all, with plain attention, where training will run."""
     import torch
 
     from seqtile.planner.layer_structure import find_depths, first_layers
 
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    on_cpu = device.type == "cpu"
     config = first_layers(model.config, find_depths(model.config, model).shallow)
-    own = [] if device.type == "cpu" else [torch.accelerator.current_device_index()]
-    kind = "cuda" if device.type == "cpu" else device.type
-    with torch.device(device), torch.random.fork_rng(own, device_type=kind):
+    devices = [] if on_cpu else [torch.accelerator.current_device_index()]
+    with torch.device(device), torch.random.fork_rng(devices, device_type="cuda" if on_cpu else device.type):
         compute_attention_plainly(config)
         return type(model)(config).to(model.dtype)
-
-
-def _packed(ids: Tensor) -> dict[str, Any]:
-    """A row of two documents, ``[1, 2 * _DOCUMENT]``, as TRL's collator hands it to the model."""
-    import torch
-    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
-
-    collate = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)  # as SFTTrainer's, packing or not
-    batch = collate([{"input_ids": ids[0].tolist(), "seq_lengths": [_DOCUMENT, _DOCUMENT]}])
-    del batch["labels"]
-    return {name: value.to(ids.device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
 
 
 def _mixes(model: Any) -> bool:
     """Whether the second of two packed documents changes when the first one does."""
     import torch
+    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
     device = model.get_input_embeddings().weight.device
-    one = torch.arange(2 * _DOCUMENT, device=device)[None]
-    other = torch.cat([one[:, :_DOCUMENT].flip(1), one[:, _DOCUMENT:]], dim=1)
+    tokens = torch.arange(2 * DOCUMENT_TOKENS, device=device)
+    changed_tokens = torch.cat([tokens[:DOCUMENT_TOKENS].flip(0), tokens[DOCUMENT_TOKENS:]])
+    collate = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)  # as SFTTrainer's, packing or not
 
-    def change(first: Mapping[str, Any], second: Mapping[str, Any]) -> float:
-        """The largest change of the second document's logits between two batches."""
-        logits = [model(**batch, use_cache=False).logits[:, _DOCUMENT:].float() for batch in (first, second)]
-        return (logits[0] - logits[1]).abs().max().item()  # type: ignore[no-any-return]
-
-    def whole(ids: Tensor) -> dict[str, Any]:
-        return {"input_ids": ids, "position_ids": torch.arange(2 * _DOCUMENT, device=device)[None]}
+    def second_logits(ids: Tensor, *, packed: bool) -> Tensor:
+        """Logits of the second document, of two that are packed as TRL's collator does, or that are one text."""
+        batch: dict[str, Any] = {"input_ids": ids[None], "position_ids": tokens[None]}
+        if packed:
+            batch = collate([{"input_ids": ids.tolist(), "seq_lengths": [DOCUMENT_TOKENS, DOCUMENT_TOKENS]}])
+            del batch["labels"]
+        batch = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+        return model(**batch, use_cache=False).logits[:, DOCUMENT_TOKENS:].float()  # type: ignore[no-any-return]
 
     training = model.training
     model.eval()
     try:
         with torch.no_grad():
-            return change(_packed(one), _packed(other)) > _LEAK * change(whole(one), whole(other))
+            packed_change, joined_change = (
+                (second_logits(tokens, packed=packed) - second_logits(changed_tokens, packed=packed)).abs().max().item()
+                for packed in (True, False)
+            )
+        return packed_change > LEAK * joined_change
     except (TypeError, ValueError):  # it takes no position_ids, or no boundaries without a kernel of its own
         return True
     finally:

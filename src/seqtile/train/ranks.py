@@ -150,7 +150,7 @@ def agree(recipe: Recipe, data: Data, start: Path | None) -> None:
     facts: dict[str, Any] = {name: package_version(name) for name in ("seqtile", *PACKAGES)}
     facts |= recipe.model_dump(mode="json")
     facts["--resume"] = start.name if start else "no checkpoint"
-    facts["rows"] = None if recipe.streaming else digest_rows(data.rows)
+    facts["rows"] = None if recipe.streaming else digest_rows(data.sets["train"].rows)
     if os.environ.get("LOCAL_RANK") == "0":  # the others of its node read the same files
         facts["weights"] = digest_pieces(recipe.model) or hub_revision(recipe)
     token = shared.read_text() if shared.is_file() else ""

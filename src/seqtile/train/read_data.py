@@ -1,51 +1,44 @@
-"""The rows of a recipe: read, checked, and a sample of them rendered, before any weight is loaded."""
+"""The rows of a recipe: read, each of them checked, and a sample rendered, before any weight is loaded."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import partial
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from seqtile import __version__
+from seqtile._errors import UserError
+from seqtile._log import first_rank_logger
 from seqtile.train import demo
 from seqtile.train.arguments import trainer_arguments
-from seqtile.train.check_rows import Checked, check_rows
-from seqtile.train.data import load_rows
-from seqtile.train.data_summary import how_to_change
+from seqtile.train.data import SAMPLE_OF_A_FILE, Loaded, load_rows, processes_for
 from seqtile.train.load import load_config, tokenizer_of
 from seqtile.train.recipe import DEMO, Recipe
-from seqtile.train.rendered_rows import Tokens, check_rendered, takes_json_arguments, trained_tokenizer
-from seqtile.train.row_formats import RowFormat
+from seqtile.train.rendered_rows import RowSet, check_rendered, takes_json_arguments, trained_tokenizer
+from seqtile.train.row_formats import MEDIA, RowError, RowFormat, find_key_columns
 from seqtile.train.stream import Stream
+from seqtile.train.trainer_fields import trainer_values
 
 if TYPE_CHECKING:
+    from datasets import Dataset
     from trl import SFTConfig  # type: ignore[attr-defined]
 
+logger = first_rank_logger(__name__)
 
-@dataclass
-class Data:
-    """What a run trains and evaluates on; the dictionaries' keys are ``"train"`` and ``"eval"``.
+
+class Data(NamedTuple):
+    """What a run trains and evaluates on.
 
     Attributes:
         arguments: the trainer's.
-        rows: to train on, in TRL's columns.
-        stream: where they are from, if they are read while they are trained on.
-        evaluated: rows to evaluate on, or None.
-        left_out: how many rows were left out, by what is wrong with them.
-        trains_prompts: whether prompts count in the loss.
-        advice: which setting would change that.
-        sample: rows as they will be trained.
+        sets: ``"train"``, and ``"eval"`` if there is an evaluation.
+        stream: where the training rows are from, if they are read while they are trained on.
     """
 
     arguments: SFTConfig
-    rows: Any
-    stream: Stream | None = None
-    evaluated: Any = None
-    left_out: dict[str, dict[str, int]] = field(default_factory=dict)
-    trains_prompts: dict[str, bool | None] = field(default_factory=dict)
-    advice: dict[str, str] = field(default_factory=lambda: {"train": "", "eval": ""})
-    sample: dict[str, list[Tokens]] = field(default_factory=dict)
+    sets: dict[str, RowSet]
+    stream: Stream | None
 
 
 def read_data(recipe: Recipe, output: Path, stage: Callable[[str], None]) -> Data:
@@ -59,61 +52,116 @@ def read_data(recipe: Recipe, output: Path, stage: Callable[[str], None]) -> Dat
     Raises:
         UserError: rows or settings of which something would be trained that they do not say.
     """
-    load_config(recipe)  # what it refuses costs no reading
+    trainer_values(recipe)  # what these two refuse costs no reading
+    load_config(recipe)
     tokenizer = trained_tokenizer(tokenizer_of(recipe), recipe.trainer)
-    how = {
+    settings = {
         "text_field": recipe.trainer.get("dataset_text_field", "text"),
         "skip": recipe.skip_bad_rows,
         "assistant_only": bool(recipe.trainer.get("assistant_only_loss")),
         "completion_only": recipe.trainer.get("completion_only_loss"),
         "json_arguments": takes_json_arguments(tokenizer),
     }
-
-    def read(key: str, dataset: str, split: str) -> Checked:
-        stage(f"reading {dataset}")
-        loaded = load_rows(dataset, key=key, split=split, text_field=how["text_field"])
-        stage(f"checking {len(loaded.rows):,} rows")
-        return check_rows(loaded, dataset, **how)
-
+    loaded: dict[str, Loaded] = {}
+    for name, dataset, key, split in (
+        ("train", recipe.dataset, "dataset_split", recipe.dataset_split),
+        ("eval", recipe.eval_dataset, "eval_split", recipe.eval_split),
+    ):
+        streaming = recipe.streaming and name == "train"
+        if dataset == DEMO:
+            loaded[name] = Loaded(DEMO, demo.demo_rows(tokenizer, recipe.max_length))
+        elif dataset is not None:
+            stage(f"reading {dataset}")
+            loaded[name] = load_rows(
+                dataset, key=key, split=split, text_field=settings["text_field"], streaming=streaming
+            )
+    row_count = 0 if recipe.streaming else len(loaded["train"].rows)
+    arguments = trainer_arguments(recipe, output, documents=loaded["train"].documents, rows=row_count)
     stream: Stream | None = None
-    checked: dict[str, Checked] = {}
-    if recipe.streaming:
-        stage(f"reading {recipe.dataset}")
-        loaded = load_rows(recipe.dataset, split=recipe.dataset_split, text_field=how["text_field"], streaming=True)
-        stream = Stream(loaded, recipe.dataset, **how)
-    elif recipe.dataset != DEMO:
-        checked["train"] = read("dataset_split", recipe.dataset, recipe.dataset_split)
-    if recipe.eval_dataset is not None:
-        checked["eval"] = read("eval_split", recipe.eval_dataset, recipe.eval_split)
-    rows = checked["train"].rows if "train" in checked else None
-    documents = "train" in checked and checked["train"].loaded.documents
-    arguments = trainer_arguments(recipe, output, documents=documents, rows=0 if rows is None else len(rows))
-    data = Data(
-        arguments,
-        stream.rows() if stream else demo.demo_rows(tokenizer, recipe.max_length) if rows is None else rows,
-        stream,
-        checked["eval"].rows if "eval" in checked else None,
-    )
-    if stream is None and rows is None:
-        data.sample["train"] = [Tokens(row["input_ids"], row["input_ids"]) for row in data.rows.select([0])]
-        data.trains_prompts["train"] = None
-    stage("rendering a sample of the rows")
-
-    def render(name: str, dataset: str, sample: Any, row_format: RowFormat, place: Callable[[int], str]) -> None:
-        data.sample[name] = check_rendered(sample, row_format, tokenizer, arguments, dataset, place)
-        data.trains_prompts[name] = row_format.trains_prompts
-        setting = "assistant_only_loss" if row_format.is_chat else "completion_only_loss"
-        data.advice[name] = how_to_change(row_format.trains_prompts, setting)
-
-    if stream is not None:
-        render("train", recipe.dataset, stream.sample(), stream.row_format, lambda number: f"row {number + 1}")
-    for name, checked_rows in checked.items():
-        dataset = recipe.dataset if name == "train" else str(recipe.eval_dataset)
-        numbers, data.left_out[name] = [*checked_rows.sample], checked_rows.left_out
-        render(name, dataset, checked_rows.rows.select(numbers), checked_rows.row_format, partial(_place, checked_rows))
-    return data
+    sets: dict[str, RowSet] = {}
+    for name, source in loaded.items():
+        stage(f"checking {source.dataset}")
+        if source.dataset == DEMO:
+            ids = ("input_ids",)
+            row_set = RowSet(source, source.rows, RowFormat(ids, ids), source.rows.select([0]), [0])
+        elif recipe.streaming and name == "train":
+            stream = Stream(source, **settings)
+            row_set = RowSet(source, stream.rows(), stream.row_format, stream.sample(), range(SAMPLE_OF_A_FILE))
+        else:
+            row_set = check_rows(source, **settings)
+        row_set.sample = check_rendered(row_set, tokenizer, arguments)
+        sets[name] = row_set
+    return Data(arguments, sets, stream)
 
 
-def _place(checked: Checked, number: int) -> str:
-    """Where a row of the sample stands."""
-    return checked.loaded.place([*checked.sample.values()][number])
+def check_rows(source: Loaded, *, text_field: str = "text", skip: bool = False, **settings: Any) -> RowSet:
+    """Check every row, in parallel where there are many; datasets caches what came of rows that lie on disk.
+
+    Args:
+        source: what :func:`seqtile.train.data.load_rows` gave.
+        text_field: name of the text column.
+        skip: leave rows out that nothing can be trained on, instead of refusing them.
+        **settings: of :class:`seqtile.train.row_formats.RowFormat`.
+
+    Raises:
+        UserError: the first row that is wrong; or, with ``skip``, that no other is there.
+    """
+    from datasets import Features, Value
+
+    rows, dataset = source.rows, source.dataset
+    _refuse_media(rows, dataset)
+    key_columns = find_key_columns(rows.column_names, dataset, text_field)
+    row_format = RowFormat(key_columns, tuple(rows.column_names), **settings)
+    unused = [name for name in rows.column_names if name not in row_format.used]
+    if unused:
+        logger.info("dataset %s: columns that are not used: %s", dataset, ", ".join(unused))
+    text_pairs = isinstance(rows.features.get("prompt"), Value)
+    results = rows.select_columns(list(row_format.used)).map(
+        _read_rows, batched=True, remove_columns=list(row_format.used), num_proc=processes_for(len(rows)),
+        features=Features({**row_format.features(text_pairs=text_pairs), "problem": Value("string")}),
+        fn_kwargs={"row_format": row_format, "version": __version__}, desc="Checking rows",
+    )  # fmt: skip
+    problems = results["problem"][:]
+    results = results.remove_columns("problem")
+    good = [index for index, problem in enumerate(problems) if not problem]
+    if len(good) < len(rows):
+        bad = next(index for index, problem in enumerate(problems) if problem)
+        first = f"dataset {dataset!r}, {source.place(bad)}: {problems[bad]}"
+        if not good:
+            raise UserError(f"{first}; no row of {len(rows):,} can be trained on: fix them")
+        if not skip:
+            raise UserError(
+                f"{first} ({len(rows) - len(good):,} of {len(rows):,} rows are wrong); fix it, or leave such rows out "
+                "with --skip-bad-rows"
+            )
+    sampled = [index for index in source.sample() if not problems[index]] or good[:1]
+    left_out = dict(Counter(problem for problem in problems if problem))
+    rows = results.select(good) if left_out else results
+    return RowSet(source, rows, row_format, results.select(sampled), sampled, left_out)
+
+
+def _read_rows(batch: Mapping[str, Sequence[Any]], row_format: RowFormat, version: str) -> dict[str, list[Any]]:
+    """Each row in TRL's columns, or what is wrong with it. A new ``version`` reads cached rows again."""
+    results: list[dict[str, Any]] = []
+    for values in zip(*batch.values(), strict=True):
+        try:
+            results.append(row_format.read(dict(zip(batch, values, strict=True))))
+        except RowError as error:
+            results.append({"problem": str(error)})
+    return {name: [result.get(name) for result in results] for name in (*row_format.outputs, "problem")}
+
+
+def _refuse_media(rows: Dataset, dataset: str) -> None:
+    """Refuse pictures beside the text, which would be dropped."""
+    from pyarrow import compute, types  # type: ignore[import-untyped]
+
+    for name in set(MEDIA) & set(rows.column_names):
+        column = rows.data.column(name)
+        if types.is_list(column.type):
+            lengths = compute.list_value_length(column)
+            column = lengths.filter(compute.greater(lengths, 0))
+        if column.null_count < len(column):
+            raise UserError(
+                f"dataset {dataset!r} has a column {name!r} that is not empty, and seqtile train reads only text; "
+                "remove the column, or train pictures with TRL's SFTTrainer and seqtile.apply"
+            )

@@ -8,28 +8,28 @@ be in what comes out.
 from __future__ import annotations
 
 import copy
+import itertools
 import json
-import traceback
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from seqtile._compat import prepare_like_sft
-from seqtile._errors import UserError
+from seqtile._errors import UserError, in_its_words, is_ours
 from seqtile._log import first_rank_logger
 from seqtile.ops.lm_loss.kept_tokens import IGNORED
 from seqtile.train.row_formats import ASKING_ROLES, COUNTED, RowFormat, with_json_arguments
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from datasets import Dataset
-    from transformers import PreTrainedTokenizerBase
+
+    from seqtile.train.data import Loaded
 
 logger = first_rank_logger(__name__)
 
 KNOWN_ROLES = (*ASKING_ROLES, "assistant", "tool")
-REASONING = ("reasoning_content", "reasoning", "thinking")
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 
 
 class Tokens(NamedTuple):
@@ -40,36 +40,45 @@ class Tokens(NamedTuple):
 
     def runs(self) -> list[tuple[bool, list[int]]]:
         """Neighbouring tokens that count, or do not, together."""
-        runs: list[tuple[bool, list[int]]] = []
-        for token, label in zip(self.ids, self.labels, strict=True):
-            counts = label != IGNORED
-            if not runs or runs[-1][0] != counts:
-                runs.append((counts, []))
-            runs[-1][1].append(token)
-        return runs
+        pairs = zip(self.ids, self.labels, strict=True)
+        groups = itertools.groupby(pairs, key=lambda pair: pair[1] != IGNORED)
+        return [(counts, [token for token, _ in group]) for counts, group in groups]
 
     def trained(self, max_length: int | None) -> int:
         """Tokens whose loss counts once the row is cut: the first of them is predicted by none."""
         return sum(label != IGNORED for label in self.labels[1:max_length])
 
 
-def check_rendered(
-    rows: Dataset,
-    row_format: RowFormat,
-    tokenizer: PreTrainedTokenizerBase,
-    arguments: Any,
-    dataset: str,
-    place: Callable[[int], str],
-) -> list[Tokens]:
+@dataclass
+class RowSet:
+    """Rows to train, or to evaluate, on.
+
+    Attributes:
+        source: where they are from.
+        rows: those that are right, in TRL's columns.
+        row_format: how they were read.
+        sample_rows: some of each file.
+        sampled: the number of each of these in the source.
+        left_out: how many rows were left out, by what is wrong with them.
+        sample: ``sample_rows`` as they will be trained.
+    """
+
+    source: Loaded
+    rows: Any
+    row_format: RowFormat
+    sample_rows: Dataset
+    sampled: Sequence[int]
+    left_out: dict[str, int] = field(default_factory=dict)
+    sample: list[Tokens] = field(default_factory=list)
+
+
+def check_rendered(row_set: RowSet, tokenizer: Any, arguments: Any) -> list[Tokens]:
     """Refuse rows of which something would not be trained, or would not count as they say; report what is changed.
 
     Args:
-        rows: a sample, in TRL's columns.
-        row_format: how they were read.
+        row_set: of which the sample is rendered.
         tokenizer: of :func:`trained_tokenizer`.
         arguments: the trainer's (``SFTConfig``).
-        dataset: its name, for messages.
-        place: where the n-th row of the sample stands.
 
     Returns:
         The sample as it will be trained, whole.
@@ -77,49 +86,43 @@ def check_rendered(
     Raises:
         UserError: the first row that is not what it says, or settings of the loss that no row can heed.
     """
-    _check_loss_settings(row_format, arguments, dataset)
+    rows, row_format, source, dataset = row_set.sample_rows, row_set.row_format, row_set.source, row_set.source.dataset
     is_chat = row_format.is_chat or isinstance(rows[0].get("prompt"), list)
+    columns = " and ".join(row_format.key_columns)
     if is_chat and not tokenizer.chat_template:
         raise UserError(
             f"dataset {dataset!r} is chat, and the tokenizer has no chat template; give one with "
             "'trainer: {chat_template_path: FILE.jinja}', or write the rows as text"
         )
+    if arguments.assistant_only_loss and not (row_format.is_chat or row_format.is_pair):
+        raise UserError(f"assistant_only_loss is of chat, and dataset {dataset!r} has {columns}; drop it")
+    if arguments.completion_only_loss and not row_format.is_pair and row_format.key_columns != ("input_ids",):
+        raise UserError(
+            f"completion_only_loss is of 'prompt' and 'completion', and dataset {dataset!r} has {columns}; drop it, or "
+            "for chat use 'trainer: {assistant_only_loss: true}'"
+        )
     try:
         prepared = mask_messages(prepare_like_sft(rows, tokenizer, arguments))
-    except UserError:
-        raise
     except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        if is_of_template(error):
-            raise UserError(
-                f"the model's chat template cannot be used on these rows ({type(error).__name__}: {reason}); fix its "
-                "chat_template.jinja, or name another one with 'trainer: {chat_template_path: PATH}'"
-            ) from None
-        if not isinstance(error, ValueError | TypeError | KeyError | RuntimeError):
+        if isinstance(error, UserError) or is_ours(error):
             raise
-        raise UserError(f"dataset {dataset!r} cannot be tokenised: {reason}") from error
+        raise UserError(
+            f"dataset {dataset!r} cannot be rendered and tokenised: {in_its_words(error)}; fix the rows, or give "
+            "another chat template with 'trainer: {chat_template_path: FILE.jinja}'"
+        ) from error
     sample = [Tokens(row["input_ids"], row["labels"]) for row in prepared.select_columns(["input_ids", "labels"])]
     notes: dict[str, list[int]] = {}
     for number, (row, tokens) in enumerate(zip(rows, sample, strict=True)):
         try:
-            found = _compare_chat(row, row_format, tokens, tokenizer) if is_chat else _compare_ids(row)
+            row_notes = _compare_chat(row, row_format, tokens, tokenizer) if is_chat else _compare_ids(row)
         except ValueError as error:
-            raise UserError(f"dataset {dataset!r}, {place(number)}: {error}") from None
-        for note in dict.fromkeys(found):
+            raise UserError(f"dataset {dataset!r}, {source.place(row_set.sampled[number])}: {error}") from None
+        for note in dict.fromkeys(row_notes):
             notes.setdefault(note, []).append(number)
     for note, numbers in notes.items():
-        logger.warning("dataset %s, %s: %s (%d of %d rows looked at)", dataset, place(numbers[0]), note, len(numbers),
-                       len(sample))  # fmt: skip
+        first = source.place(row_set.sampled[numbers[0]])
+        logger.warning("dataset %s, %s: %s (%d of %d rows looked at)", dataset, first, note, len(numbers), len(sample))
     return sample
-
-
-def is_of_template(error: Exception) -> bool:
-    """Whether an error came out of a chat template, which runs as a program of its own."""
-    from jinja2 import TemplateError
-
-    return isinstance(error, TemplateError) or any(
-        frame.f_code.co_filename == "<template>" for frame, _ in traceback.walk_tb(error.__traceback__)
-    )
 
 
 def trained_tokenizer(tokenizer: Any, settings: Mapping[str, Any]) -> Any:
@@ -133,19 +136,18 @@ def trained_tokenizer(tokenizer: Any, settings: Mapping[str, Any]) -> Any:
         UserError: no chat template at the path that the settings name.
     """
     path = settings.get("chat_template_path")
-    if path is not None:
-        if Path(path).is_file():
-            tokenizer.chat_template = Path(path).read_text(encoding="utf-8")
-        else:
-            from transformers import AutoTokenizer
+    if path is not None and Path(path).is_file():
+        tokenizer.chat_template = Path(path).read_text(encoding="utf-8")
+    elif path is not None:
+        from transformers import AutoTokenizer
 
-            try:
-                tokenizer.chat_template = AutoTokenizer.from_pretrained(path).chat_template
-            except (OSError, ValueError) as error:
-                reason = str(error).strip().splitlines()[0]
-                raise UserError(
-                    f"trainer.chat_template_path {path!r} is no file and no tokenizer ({reason}); give a .jinja file"
-                ) from None
+        try:
+            tokenizer.chat_template = AutoTokenizer.from_pretrained(path).chat_template
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"trainer.chat_template_path {path!r} is no file and no tokenizer ({in_its_words(error)}); give a "
+                ".jinja file"
+            ) from None
     if settings.get("eos_token") is not None:
         tokenizer.eos_token = settings["eos_token"]
     return tokenizer
@@ -200,22 +202,6 @@ def _mask_messages(row: Mapping[str, Any]) -> dict[str, Any]:
     return {"labels": labels}
 
 
-def _check_loss_settings(row_format: RowFormat, arguments: Any, dataset: str) -> None:
-    """Refuse settings of the loss that TRL ignores, or refuses once the weights are loaded."""
-    is_text = not row_format.is_chat and row_format.outputs[0] != "prompt"
-    if arguments.assistant_only_loss and is_text:
-        raise UserError(
-            f"assistant_only_loss is of chat, and dataset {dataset!r} has {row_format.kind[0]!r}; drop it, or write "
-            "'messages'"
-        )
-    if arguments.completion_only_loss and row_format.outputs[0] != "prompt" and row_format.kind != ("input_ids",):
-        raise UserError(
-            f"completion_only_loss is of 'prompt' and 'completion', and dataset {dataset!r} has "
-            f"{row_format.kind[0]!r}; "
-            + ("use 'trainer: {assistant_only_loss: true}'" if row_format.is_chat else "drop it")
-        )
-
-
 def _compare_chat(row: Mapping[str, Any], row_format: RowFormat, tokens: Tokens, tokenizer: Any) -> list[str]:
     """What the template changes of a row.
 
@@ -223,16 +209,16 @@ def _compare_chat(row: Mapping[str, Any], row_format: RowFormat, tokens: Tokens,
         ValueError: it leaves a message out, or one that should count does not.
     """
     messages = row["messages"] if row_format.is_chat else [*row["prompt"], *row["completion"]]
-    notes = _left_out_by_template(messages, row, tokenizer)
-    text = _bare(tokenizer.decode(tokens.ids))
-    counted = _bare("\n".join(tokenizer.decode(run) for counts, run in tokens.runs() if counts))
+    notes = _find_left_out(messages, row, tokenizer)
+    text = _without_spaces(tokenizer.decode(tokens.ids))
+    counted_text = _without_spaces("\n".join(tokenizer.decode(run) for counts, run in tokens.runs() if counts))
     answers = iter(row.get(COUNTED) or [])
     first_answer = 0 if row_format.is_chat else len(row["prompt"])
     for number, message in enumerate(messages):
         counts = message["role"] == "assistant" and number >= first_answer and next(answers, True)
         if not _contains(text, message["content"], tokenizer):
             notes.append(f"the chat template changes or shortens messages of {message['role']!r}")
-        elif counts and not _contains(counted, message["content"], tokenizer):
+        elif counts and not _contains(counted_text, message["content"], tokenizer):
             raise ValueError(
                 "a message of the assistant does not count in the loss; mark it in the chat template with "
                 "{% generation %}, or drop assistant_only_loss"
@@ -243,48 +229,37 @@ def _compare_chat(row: Mapping[str, Any], row_format: RowFormat, tokens: Tokens,
     ]
 
 
-def _left_out_by_template(messages: list[dict[str, Any]], row: Mapping[str, Any], tokenizer: Any) -> list[str]:
+def _find_left_out(messages: list[dict[str, Any]], row: Mapping[str, Any], tokenizer: Any) -> list[str]:
     """Render the row with a mark in the place of each text, so that a short text is not found in another one."""
-    marked, marks = [], list[tuple[str, str]]()
-    for number, message in enumerate(messages):
-        message = dict(message)
+    marked: list[dict[str, Any]] = copy.deepcopy(messages)
+    tools = json.loads(row["tools"]) if row.get("tools") else []
+    required, optional = dict[str, str](), dict[str, str]()
+    for number, message in enumerate(marked):
         if message["content"].strip():
             message["content"] = f"seqtile-mark-{number}-"
-            marks.append((message["content"], ""))
-        for key in REASONING:
-            if isinstance(message.get(key), str) and message[key].strip():
+            required[message["content"]] = f"messages of {message['role']!r}"
+        for key in REASONING_KEYS:
+            if message.get(key):
                 message[key] = f"seqtile-{key}-{number}-"
-                marks.append((message[key], f"the chat template leaves out {key!r}"))
-        calls = copy.deepcopy(message.get("tool_calls") or [])
-        for index, call in enumerate(calls):
-            name = f"seqtile-call-{number}-{index}-"
-            call.get("function", call)["name"] = name
-            marks.append((name, "call"))
-        marked.append({**message, "tool_calls": calls} if calls else message)
-    tools = copy.deepcopy(json.loads(row["tools"])) if row.get("tools") else []
+                optional[message[key]] = f"the chat template leaves out {key!r}"
+        for index, call in enumerate(message.get("tool_calls", ())):
+            call.get("function", call)["name"] = f"seqtile-call-{number}-{index}-"
+            required[f"seqtile-call-{number}-{index}-"] = "tool calls"
     for index, tool in enumerate(tools):
-        function = tool.get("function", tool)
-        function["name"] = f"seqtile-tool-{index}-"
-        marks.append((function["name"], "the chat template writes no 'tools'"))
+        tool.get("function", tool)["name"] = f"seqtile-tool-{index}-"
+        optional[f"seqtile-tool-{index}-"] = "the chat template writes no 'tools'"
+    kwargs = row.get("chat_template_kwargs") or {}
     try:
-        text = tokenizer.apply_chat_template(
-            marked, tokenize=False, tools=tools or None, **(row.get("chat_template_kwargs") or {})
-        )
+        text = tokenizer.apply_chat_template(marked, tokenize=False, tools=tools or None, **kwargs)
     except Exception:  # noqa: BLE001 - a template that looks into its messages; it has taken the real ones
         return []
-    notes = []
-    for mark, note in marks:
-        if mark in text:
-            continue
-        if note in ("", "call"):
-            role = messages[int(mark.split("-")[2])]["role"]
-            what, cure = ("tool calls", "write them as text") if note else (f"messages of {role!r}", "rename the role")
+    for mark, content in required.items():
+        if mark not in text:
             raise ValueError(
-                f"the chat template writes nothing of {what}, which would not be trained; {cure}, or give a template "
-                "that knows them with 'trainer: {chat_template_path: FILE.jinja}'"
+                f"the chat template writes nothing of {content}, which would not be trained; rename the role, write "
+                "calls as text, or give a template that knows them with 'trainer: {chat_template_path: FILE.jinja}'"
             )
-        notes.append(note)
-    return list(dict.fromkeys(notes))
+    return [note for mark, note in optional.items() if mark not in text]
 
 
 def _compare_ids(row: Mapping[str, Any]) -> list[str]:
@@ -292,10 +267,10 @@ def _compare_ids(row: Mapping[str, Any]) -> list[str]:
     ids, labels = row.get("input_ids"), row.get("labels")
     if not ids or not labels:
         return []
-    kept = [index for index, label in enumerate(labels) if label != IGNORED]
-    if all(labels[index] == ids[index] for index in kept):
+    counted = [index for index, label in enumerate(labels) if label != IGNORED]
+    if all(labels[index] == ids[index] for index in counted):
         return []
-    if all(index + 1 == len(ids) or labels[index] == ids[index + 1] for index in kept):
+    if all(index + 1 == len(ids) or labels[index] == ids[index + 1] for index in counted):
         raise ValueError("'labels' are shifted by one token, and the trainer shifts them; give them unshifted")
     return ["'labels' are other tokens than 'input_ids'"]
 
@@ -303,10 +278,11 @@ def _compare_ids(row: Mapping[str, Any]) -> list[str]:
 def _contains(text: str, content: str, tokenizer: Any) -> bool:
     """Whether a text holds a message, as it is or as a JSON string; up to spaces and the tokenizer's normaliser."""
     forms = (content, json.dumps(content, ensure_ascii=False)[1:-1])
-    return any(_bare(form) in text for form in forms) or any(
-        _bare(tokenizer.decode(tokenizer(form, add_special_tokens=False)["input_ids"])) in text for form in forms
+    return any(_without_spaces(form) in text for form in forms) or any(
+        _without_spaces(tokenizer.decode(tokenizer(form, add_special_tokens=False)["input_ids"])) in text
+        for form in forms
     )
 
 
-def _bare(text: str) -> str:
+def _without_spaces(text: str) -> str:
     return "".join(text.split())

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from seqtile.models.report import Report
     from seqtile.train.compare_untiled import Comparison, Side
-    from seqtile.train.data_summary import DataSummary, StreamSummary
+    from seqtile.train.data_summary import DataSummary
     from seqtile.train.recipe import Recipe
 
 PACKAGES = ("seqtile", "torch", "transformers", "trl", "accelerate", "peft")
@@ -61,7 +61,7 @@ class Outcome:
     stopped_by: signal.Signals | None
     comparison: Comparison | None
     report: Path | None = None
-    data: Mapping[str, DataSummary | StreamSummary] = field(default_factory=dict)
+    data: Mapping[str, DataSummary] = field(default_factory=dict)
     best: tuple[int, float] | None = None
     best_metric: str = "loss"
     ran: str = ""

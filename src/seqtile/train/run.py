@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from seqtile.models.report import Report
     from seqtile.train.compare_untiled import Comparison
     from seqtile.train.metrics import Display
+    from seqtile.train.read_data import Data
     from seqtile.train.result_report import Outcome
     from seqtile.train.run_directory import RunLock
 
@@ -255,7 +256,7 @@ def _build(recipe: Recipe, output: Path, start: Path | None, display: Display) -
         check_split(recipe)  # for the first time under a launcher of the user's
     data = read_data(recipe, output, display.stage)
     agree(recipe, data, start)
-    arguments, rows, stream, evaluated = data.arguments, data.rows, data.stream, data.evaluated
+    arguments, sets, stream = data.arguments, data.sets, data.stream
     display.stage(f"loading the weights of {recipe.model}")
     model, tokenizer = load_model(recipe)
     frozen = freeze_unread(model)
@@ -264,25 +265,22 @@ def _build(recipe: Recipe, output: Path, start: Path | None, display: Display) -
     check_packing(model, arguments)
     check_checkpoints(model, arguments)
     embeddings: Any = model.get_input_embeddings()
-    if stream is None:
-        check_ids(rows, embeddings.num_embeddings, recipe.dataset)
-    else:
-        stream.vocabulary = embeddings.num_embeddings
-    if evaluated is not None:
-        check_ids(evaluated, embeddings.num_embeddings, str(recipe.eval_dataset))
+    for name, row_set in sets.items():
+        if stream is not None and name == "train":
+            stream.vocabulary = embeddings.num_embeddings
+        else:
+            check_ids(row_set.rows, embeddings.num_embeddings, row_set.source.dataset)
     display.stage("tiling")
     tiling = tile(model, recipe)
     if recipe.loss_tile:
         find_causal_lms(model)  # before the trainer is built, which takes longer
     prepare_on_cpu(recipe)
-    display.stage(f"reading {recipe.dataset}" if stream else f"tokenising {len(rows):,} rows")
-    trainer = _trainer(model, arguments, rows, tokenizer, adapter_config(recipe.lora, model, frozen), evaluated,
-                       {"left_out": data.left_out, "trains_prompts": data.trains_prompts,
-                        "stream": stream and stream.summary})  # fmt: skip
+    display.stage(f"reading {recipe.dataset}" if stream else f"tokenising {len(sets['train'].rows):,} rows")
+    trainer = _trainer(model, data, tokenizer, adapter_config(recipe.lora, model, frozen))
     if stream is not None:
-        logger.info("data: read as a stream, in its order, and checked as it comes%s", data.advice["train"])
+        logger.info("data: read as a stream, in its order, and checked as it comes%s", sets["train"].row_format.advice)
     for name, summary in trainer.data.items():
-        logger.info("%s: %s%s", "data" if name == "train" else f"{name} data", summary, data.advice[name])
+        logger.info("%s: %s%s", "data" if name == "train" else f"{name} data", summary, sets[name].row_format.advice)
     if stream is not None:
         trainer.data["train"] = stream.summary
     if recipe.lora is not None:
@@ -293,29 +291,17 @@ def _build(recipe: Recipe, output: Path, start: Path | None, display: Display) -
     return trainer, tiling
 
 
-def _trainer(
-    model: Any, arguments: Any, rows: Any, tokenizer: Any, adapters: Any, evaluated: Any, known: Mapping[str, Any]
-) -> Any:
+def _trainer(model: Any, data: Data, tokenizer: Any, adapters: Any) -> Any:
     from transformers.trainer_callback import PrinterCallback
 
-    from seqtile.train.rendered_rows import is_of_template
     from seqtile.train.trainer import Trainer
 
     try:
-        trainer = Trainer(
-            model=model, args=arguments, train_dataset=rows, processing_class=tokenizer, peft_config=adapters,
-            eval_dataset=evaluated, **known,
-        )  # fmt: skip
+        trainer = Trainer(data, model=model, processing_class=tokenizer, peft_config=adapters)
     except UserError:
         raise
     except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        if is_of_template(error):
-            raise UserError(
-                f"the model's chat template cannot be used on these rows ({type(error).__name__}: {reason}); fix its "
-                "chat_template.jinja, or name another one with 'trainer: {chat_template_path: PATH}'"
-            ) from None
-        if not _is_refusal(error, Path(str(arguments.output_dir))):
+        if not _is_refusal(error, Path(str(data.arguments.output_dir))):
             raise
         raise UserError(f"the trainer refuses this model, dataset or recipe: {in_its_words(error)}") from error
     trainer.remove_callback(PrinterCallback)

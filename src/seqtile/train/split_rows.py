@@ -9,6 +9,7 @@ the second epoch would see the order of the first. Here the parts are the items 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from operator import itemgetter
 from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler
@@ -29,7 +30,7 @@ class SplitRows(DataLoader[Any]):
     def __init__(self, rows: Any, split: Callable[[Any], Any], size: int) -> None:
         self.rows, self._parts = rows, _Parts(rows, split, size)
         super().__init__(
-            self._parts, batch_sampler=BatchSampler(SequentialSampler(self._parts), 1, False), collate_fn=_only
+            self._parts, batch_sampler=BatchSampler(SequentialSampler(self._parts), 1, False), collate_fn=itemgetter(0)
         )
 
     def begin_epoch(self, epoch: int) -> None:
@@ -63,17 +64,12 @@ class _Parts(Dataset[Any]):
 
         rows, parts = divmod(number, self._size)
         # Every process of the group skips as much, so that they gather the same rows.
-        left = skip_first_batches(self._rows, rows) if rows else self._rows
+        remaining = skip_first_batches(self._rows, rows) if rows else self._rows
         # accelerate 1.12 begins what it has cut off at epoch 0:
         # https://github.com/huggingface/accelerate/blob/v1.12.0/src/accelerate/data_loader.py
-        if hasattr(left, "set_epoch"):
-            left.set_epoch(self.epoch)
-        iterator: Iterator[Any] = iter(self._split(left))
+        if hasattr(remaining, "set_epoch"):
+            remaining.set_epoch(self.epoch)
+        iterator: Iterator[Any] = iter(self._split(remaining))
         for _ in range(parts):
             next(iterator)
         return iterator
-
-
-def _only(items: list[Any]) -> Any:
-    """The one item of a batch: it is a batch already."""
-    return items[0]

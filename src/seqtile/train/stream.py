@@ -1,33 +1,33 @@
-"""Rows that are read while they are trained on: each is looked at as it comes."""
+"""Rows that are read while they are trained on: each is checked as it comes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from seqtile._errors import UserError
-from seqtile.train.data import Loaded, silent_datasets, unreadable
-from seqtile.train.data_summary import StreamSummary
-from seqtile.train.row_formats import RowError, RowFormat, find_kind
+from seqtile._log import first_rank_logger
+from seqtile.ops.lm_loss.kept_tokens import IGNORED
+from seqtile.train.data import SAMPLE_OF_A_FILE, Loaded, reason_of
+from seqtile.train.data_summary import DataSummary
+from seqtile.train.row_formats import RowError, RowFormat, find_key_columns
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
 
-SAMPLE = 8
-"""Rows from the beginning that are rendered and compared before training."""
+logger = first_rank_logger(__name__)
 
 
 class Stream:
     """The rows of a data set, from the first on at each iteration.
 
     Attributes:
-        summary: how many rows have come, and how many were left out, by what is wrong with them.
+        summary: the rows that have come in the first pass over them, and those that were left out.
         row_format: how they are read.
-        vocabulary: one more than the largest token id that a row may hold; None where that is not looked at.
+        vocabulary: one more than the largest token id that a row may hold; None where that is not checked.
 
     Args:
-        loaded: what :func:`seqtile.train.data.load_rows` gave for a stream.
-        dataset: its name, for messages.
+        source: what :func:`seqtile.train.data.load_rows` gave for a stream.
         text_field: name of the text column.
         skip: leave rows out that nothing can be trained on, instead of stopping at them.
         **settings: of :class:`seqtile.train.row_formats.RowFormat`.
@@ -36,82 +36,76 @@ class Stream:
         UserError: there is no row, or none of its columns can be trained on.
     """
 
-    def __init__(
-        self, loaded: Loaded, dataset: str, *, text_field: str = "text", skip: bool = False, **settings: Any
-    ) -> None:
+    def __init__(self, source: Loaded, *, text_field: str = "text", skip: bool = False, **settings: Any) -> None:
         self.vocabulary: int | None = None
-        self._loaded, self._dataset, self._skip = loaded, dataset, skip
-        self._columns: list[str] = []
-        first = next(self._raw(), None)
+        self._source, self._skip = source, skip
+        self._tokenised = 0
+        first = next(self._read(), None)
         if first is None:
-            raise UserError(f"dataset {dataset!r} holds no rows; give one with at least one example to train on")
-        self._columns = list(first)
-        kind = find_kind(self._columns, dataset, text_field)
-        self.row_format = RowFormat(kind, tuple(self._columns), text_field, **settings)
-        self.summary = StreamSummary(trains_prompts=self.row_format.trains_prompts)
+            raise UserError(f"dataset {source.dataset!r} holds no rows; give one with at least one example to train on")
+        self.row_format = RowFormat(find_key_columns([*first], source.dataset, text_field), tuple(first), **settings)
+        self.summary = DataSummary(trains_prompts=self.row_format.trains_prompts)
 
     def rows(self) -> IterableDataset:
         """The rows that are right, as TRL takes them."""
         from datasets import IterableDataset
 
-        return IterableDataset.from_generator(self._checked)
+        return IterableDataset.from_generator(self._check)
 
     def sample(self) -> Dataset:
         """The first of them."""
         from datasets import Dataset
 
-        rows = [row for row, _ in zip(self._checked(counts=False), range(SAMPLE), strict=False)]
-        return Dataset.from_list(rows, features=self.row_format.features(rows[0]))
+        rows = [row for row, _ in zip(self._check(counts=False), range(SAMPLE_OF_A_FILE), strict=False)]
+        text_pairs = isinstance(rows[0].get("prompt"), str)
+        return Dataset.from_list(rows, features=self.row_format.features(text_pairs=text_pairs))
+
+    def count_tokens(self, row: Mapping[str, Any], index: int, keep_end: bool) -> dict[str, Any]:
+        """Row ``index`` of those that are trained on has been tokenised, and will be cut; gives back no change."""
+        if index < self._tokenised:
+            return {}
+        self._tokenised = index + 1
+        length = len(row["input_ids"])
+        kept = self.summary.add_row(length)
+        labels = row["labels"][-kept:] if keep_end else row["labels"][:kept]
+        self.summary.trained += sum(label != IGNORED for label in labels[1:])
+        if kept < length and self.summary.cut == 1:
+            logger.warning("a row of %s tokens is cut at max_length %s; the last line counts such rows",
+                           f"{length:,}", f"{kept:,}")  # fmt: skip
+        return {}
 
     def __deepcopy__(self, _: Any) -> Stream:
         return self  # datasets copies what it maps; the counts are one
 
-    def _checked(self, counts: bool = True) -> Iterator[dict[str, Any]]:
-        good, worst = 0, ""
-        for index, row in enumerate(self._raw()):
+    def _check(self, counts: bool = True) -> Iterator[dict[str, Any]]:
+        has_good, first_problem = False, ""
+        for index, row in enumerate(self._read()):
+            # The first few rows come more than once.
+            is_new = counts and index >= self.summary.rows
+            self.summary.rows += is_new
             try:
-                result = self.row_format.read(row)
-                self._check_vocabulary(result)
-                problem = ""
+                result = self.row_format.read({name: row.get(name) for name in self.row_format.columns})
+                self._check_vocabulary(result.get("input_ids"))
             except RowError as error:
-                result, problem = {}, str(error)
-            if counts:
-                self.summary.count(index, problem)
-            if not problem:
-                good += 1
-                yield {name: result.get(name) for name in self.row_format.outputs}
+                first_problem = (
+                    first_problem or f"dataset {self._source.dataset!r}, {self._source.place(index)}: {error}"
+                )
+                if not self._skip:
+                    raise UserError(f"{first_problem}; fix it, or leave such rows out with --skip-bad-rows") from None
+                if is_new:
+                    self.summary.left_out[str(error)] = self.summary.left_out.get(str(error), 0) + 1
                 continue
-            worst = worst or f"dataset {self._dataset!r}, {self._loaded.place(index)}: {problem}"
-            if not self._skip:
-                raise UserError(f"{worst}; fix it, or leave such rows out with --skip-bad-rows")
-        if not good:
-            raise UserError(f"{worst}; no row can be trained on: fix them")
+            has_good = True
+            yield {name: result.get(name) for name in self.row_format.outputs}
+        if not has_good:
+            raise UserError(f"{first_problem}; no row can be trained on: fix them")
 
-    def _raw(self) -> Iterator[dict[str, Any]]:
-        """Every row with the first row's columns; a row that cannot be read is one sentence."""
-        rows, count = iter(self._loaded.rows), 0
-        while True:
-            try:
-                with silent_datasets():
-                    row: Any = next(rows)
-            except StopIteration:
-                return
-            except Exception as error:  # noqa: BLE001 - the readers raise many unrelated types
-                if self._loaded.files:
-                    raise unreadable(self._loaded.files, error) from None
-                reason = (str(error.__cause__ or error).strip().splitlines() or [type(error).__name__])[0]
-                raise UserError(
-                    f"dataset {self._dataset!r} cannot be read beyond row {count} ({reason}); fix what follows it"
-                ) from None
-            count += 1
-            yield {name: row.get(name) for name in self._columns} if self._columns else row
+    def _read(self) -> Iterator[dict[str, Any]]:
+        try:
+            yield from self._source.rows
+        except Exception as error:  # the readers raise many unrelated types
+            raise UserError(f"dataset {self._source.dataset!r} cannot be read: {reason_of(error)}") from error
 
-    def _check_vocabulary(self, row: dict[str, Any]) -> None:
-        """Refuse ids that the model does not have.
-
-        Raises:
-            RowError: there is one.
-        """
-        ids = row.get("input_ids")
+    def _check_vocabulary(self, ids: list[int] | None) -> None:
         if ids and self.vocabulary is not None and not 0 <= min(ids) <= max(ids) < self.vocabulary:
             raise RowError(f"'input_ids' holds an id that the model does not know (0 to {self.vocabulary - 1})")

@@ -21,7 +21,7 @@ from seqtile.models.discover.decoder_layers import decoder_layers
 from seqtile.models.runs import what_ran
 from seqtile.ops.lm_loss.kept_tokens import IGNORED
 from seqtile.planner.phases import causal_model
-from seqtile.train.data_summary import DataSummary, StreamSummary, summarise
+from seqtile.train.data_summary import DataSummary, summarise
 from seqtile.train.evaluation import Evaluated, exchange_in_evaluations
 from seqtile.train.model_card import write_card
 from seqtile.train.rendered_rows import mask_messages
@@ -38,8 +38,9 @@ from seqtile.train.run_directory import (
 from seqtile.train.split_rows import SplitRows
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
+    from seqtile.train.read_data import Data
     from seqtile.train.retry import StepWatch
 
 logger = first_rank_logger(__name__)
@@ -93,24 +94,16 @@ class Trainer(SFTTrainer, _SplitLoss):
         data: what each data set is, ``"train"`` and ``"eval"``, in numbers.
 
     Args:
-        left_out: rows of each data set that were left out before, by reason.
-        trains_prompts: whether prompts count in the loss of each data set.
-        stream: what counts the training rows where they are streamed.
-        *args, **kwargs: as for ``SFTTrainer``.
+        rows: to train and evaluate on, and the arguments that go with them.
+        **kwargs: the others of ``SFTTrainer``.
     """
 
-    def __init__(
-        self,
-        *args: Any,
-        left_out: Mapping[str, Mapping[str, int]] | None = None,
-        trains_prompts: Mapping[str, bool | None] | None = None,
-        stream: StreamSummary | None = None,
-        **kwargs: Any,
-    ) -> None:
-        self.data: dict[str, DataSummary | StreamSummary] = {}
-        self._left_out, self._trains_prompts, self._stream = left_out or {}, trains_prompts or {}, stream
-        asked = checkpoint_kwargs(kwargs["args"])
-        super().__init__(*args, **kwargs)
+    def __init__(self, rows: Data, **kwargs: Any) -> None:
+        self.data: dict[str, DataSummary] = {}
+        self._rows = rows
+        asked = checkpoint_kwargs(rows.arguments)
+        evaluated = rows.sets["eval"].rows if "eval" in rows.sets else None
+        super().__init__(args=rows.arguments, train_dataset=rows.sets["train"].rows, eval_dataset=evaluated, **kwargs)
         if "use_reentrant" not in asked:  # TRL forces it for adapters under ZeRO-3
             self.args.gradient_checkpointing_kwargs = {**asked, "use_reentrant": False}
             self.args.activation_checkpointing_kwargs = self.args.gradient_checkpointing_kwargs
@@ -156,17 +149,15 @@ class Trainer(SFTTrainer, _SplitLoss):
         prepare = super()._prepare_dataset
         tokenised = mask_messages(prepare(dataset, processing_class, whole, False, formatting_func, dataset_name))
         if isinstance(dataset, IterableDataset):  # nothing can be counted before it has come
-            if self._stream is not None:
-                cut = {
-                    "max_length": None if packing else args.max_length,
-                    "keep_end": args.truncation_mode == "keep_end",
-                }
-                tokenised = tokenised.map(self._stream.count_tokens, with_indices=True, fn_kwargs=cut)
+            if self._rows.stream is not None:
+                self._rows.stream.summary.max_length = None if packing else args.max_length
+                keep_end = {"keep_end": args.truncation_mode == "keep_end"}
+                tokenised = tokenised.map(self._rows.stream.count_tokens, with_indices=True, fn_kwargs=keep_end)
             return prepare(tokenised, processing_class, args, packing, None, dataset_name)
         prepared = prepare(tokenised, processing_class, args, packing, None, dataset_name)
         summary = self.data[dataset_name] = summarise(
             tokenised, prepared, args.max_length, args.packing_strategy if packing else None,
-            self._left_out.get(dataset_name, {}), self._trains_prompts.get(dataset_name),
+            self._rows.sets[dataset_name].left_out, self._rows.sets[dataset_name].row_format.trains_prompts,
         )  # fmt: skip
         if not summary.trained:
             raise UserError(
