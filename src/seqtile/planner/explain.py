@@ -11,7 +11,7 @@ from seqtile.models.loss_and_checkpoints import recomputed
 from seqtile.ops.attention.backends import recommended
 from seqtile.options import DEFAULTS, WRITTEN
 from seqtile.planner.estimate import Estimate
-from seqtile.planner.kinds import kinds_of
+from seqtile.planner.kinds import step_kinds_of
 from seqtile.planner.live_at_peaks import CHECKPOINTS, KEPT, KEPT_TILES
 from seqtile.planner.memory_plan import Planner
 from seqtile.planner.request import Request
@@ -52,7 +52,7 @@ def not_modelled(request: Request, estimate: Estimate) -> list[str]:
         )
     if request.pictures is None and not request.masked:
         lacks.append("pictures: count their tokens into the length, or give --images")
-    for step_kind in kinds_of(request.config, request.setup()):
+    for step_kind in step_kinds_of(request.config, request.setup()):
         lacks += step_kind.not_modelled(request)
     if request.attention == "sdpa" and request.grpo is None and not request.masked:
         lacks.append("packed rows under sdpa build a [tokens, tokens] mask (16 GiB at 131,072 tokens); use flash")

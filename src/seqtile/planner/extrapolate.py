@@ -17,9 +17,8 @@ from seqtile.planner.layer_structure import Depths, find_depths
 from seqtile.planner.live_at_peaks import KEPT_TILES, Workspace
 from seqtile.planner.phases import Phase
 from seqtile.planner.step_config import Setup
+from seqtile.planner.step_kind import Terms
 from seqtile.planner.tile_choice import kept_share, largest_tile, other_lengths, resolve_tiles
-
-Terms = Mapping[str, float]
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from seqtile.ops.lm_loss.logits_tile import BLOCK_ELEMENTS
 from seqtile.ops.mlp_tile import Pass as MlpPass
 from seqtile.planner.accelerator_functions import accelerator_functions
 from seqtile.planner.flash_shapes import register_flash_shapes as register_flash
-from seqtile.planner.kinds import kinds_of
+from seqtile.planner.kinds import step_kinds_of
 from seqtile.planner.layer_structure import LayerSample, first_layers
 from seqtile.planner.liger_shapes import use_shapes as use_liger_shapes
 from seqtile.planner.live_at_peaks import (
@@ -131,7 +131,7 @@ def build_bare(config: Any, setup: Setup, device: str, sample: LayerSample | Non
         )
 
     attention = register_flash() if setup.attention == "flash" else setup.attention
-    classes = [auto for step_kind in kinds_of(config, setup) if (auto := step_kind.auto_class(config)) is not None]
+    classes = [auto for step_kind in step_kinds_of(config, setup) if (auto := step_kind.auto_class(config)) is not None]
     auto_class: Any = classes[0] if classes else AutoModelForCausalLM
     whole, config = config, copy.deepcopy(config) if sample is None else first_layers(config, max(sample.like) + 1)
     if getattr(config, "sparse_prediction", False):  # ModernBERT's logits of masked tokens alone: no shape tells them
@@ -180,7 +180,7 @@ def fake_step(
     With a ``sample`` the model has these layers only. The model is tiled on the meta device, where its structure is
     proof enough, and then gets fake weights.
     """
-    kinds = kinds_of(config, setup)
+    kinds = step_kinds_of(config, setup)
 
     def step(config: Any) -> StepRun:
         for dtype in LOW:
@@ -222,7 +222,7 @@ def tracked_step(built: Built, setup: Setup, tokens: int, live: Tracker) -> Step
     for tensor in (*model.parameters(), *(buffer for layer in layers for buffer in layer.buffers())):
         live.file(tensor, WEIGHTS)
     optimizer = make_optimizer(setup.optimizer, weights)
-    purposes = [step_kind.batch_purpose for step_kind in kinds_of(causal_model(model).config, setup)]
+    purposes = [step_kind.batch_purpose for step_kind in step_kinds_of(causal_model(model).config, setup)]
     with live.phase(Phase(next((purpose for purpose in purposes if purpose != REST), REST))):
         batch = make_batch(model, setup, tokens, weights[0].device)
     with live.phase(Phase(OPTIMIZER)):
@@ -289,7 +289,7 @@ def make_batch(model: Any, setup: Setup, tokens: int, device: torch.device) -> d
     ids = torch.zeros(setup.batch, tokens, dtype=torch.long, device=device)
     batch = {"input_ids": ids, "labels": ids}
     causal = causal_model(model)
-    for step_kind in kinds_of(causal.config, setup):
+    for step_kind in step_kinds_of(causal.config, setup):
         step_kind.change_batch(causal, setup, batch)
     return batch
 
@@ -302,7 +302,7 @@ def in_precision(setup: Setup, device_type: str) -> AbstractContextManager[Any]:
 def compute_loss(model: Any, setup: Setup, batch: Mapping[str, Tensor]) -> Tensor:
     """Forward of one batch up to its loss."""
     with in_precision(setup, next(iter(batch.values())).device.type):
-        for step_kind in kinds_of(causal_model(model).config, setup):
+        for step_kind in step_kinds_of(causal_model(model).config, setup):
             loss = step_kind.loss(model, setup, batch)
             if loss is not None:
                 return loss

@@ -15,6 +15,6 @@ KINDS: tuple[StepKind, ...] = (EncoderStep(), PictureStep(), GrpoStep(), ScanSte
 """To add one: a subclass of :class:`.StepKind` in a module of its own, and its instance here."""
 
 
-def kinds_of(config: Any, setup: Setup) -> list[StepKind]:
+def step_kinds_of(config: Any, setup: Setup) -> list[StepKind]:
     """The kinds that a step of this model and setup is of."""
     return [step_kind for step_kind in KINDS if step_kind.applies(config, setup)]

@@ -17,7 +17,7 @@ from seqtile.planner.extrapolate import Lines, fit_for
 from seqtile.planner.fake_step import build, build_bare, build_weights
 from seqtile.planner.flops import Work, count_work
 from seqtile.planner.kernel_workspace import cpu_workspace, flash2_workspace, flash3_workspace
-from seqtile.planner.kinds import KINDS, kinds_of
+from seqtile.planner.kinds import KINDS, step_kinds_of
 from seqtile.planner.layer_structure import Counts, Depths, LayerSample, count_layers, count_weights, find_depths
 from seqtile.planner.live_at_peaks import CHECKPOINTS, GRADIENTS, KEPT, KERNELS, OPTIMIZER, WEIGHTS
 from seqtile.planner.model_shapes import max_positions, towers_of
@@ -102,7 +102,7 @@ class Planner:
         check_request(request, max_length)
         self.request = request
         self.setup = request.setup()
-        self.kinds = kinds_of(request.config, self.setup)
+        self.kinds = step_kinds_of(request.config, self.setup)
         self.depths: Depths
         self.counts: Counts
         self.states: dict[str, list[str]]
