@@ -135,7 +135,7 @@ def test_each_step_is_shown_and_kept_and_a_resumed_run_goes_on_in_the_same_file(
     shown = Shown()
     run = train(build_recipe(values(folder, "out", save_steps=2), {})[0], display=shown)
     assert shown.stages == [
-        f"reading {folder / 'rows.jsonl'}", "checking 12 rows", "rendering a sample of the rows",
+        f"reading {folder / 'rows.jsonl'}", f"checking {folder / 'rows.jsonl'}",
         f"loading the weights of {folder / 'model'}", "tiling",
         "tokenising 12 rows", "preparing the first step", "saving the model",
     ]  # fmt: skip

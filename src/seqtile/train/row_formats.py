@@ -151,8 +151,12 @@ class RowFormat:
                 result = {name: with_json_arguments(messages) for name, messages in result.items()}
         else:
             return {self.key_columns[0]: _text(row, self.key_columns[0])}
-        if tools := _read_tools(row.get("tools")):
-            result["tools"] = tools
+        tools = row.get("tools")
+        tools = _parsed(tools) if isinstance(tools, str) and tools else tools
+        if isinstance(tools, str) and tools:
+            raise RowError("'tools' is a text that is no JSON, expected a list of functions")
+        if tools:  # TRL reads JSON; templates would announce an empty list
+            result["tools"] = json.dumps(_without_nulls(tools), ensure_ascii=False)
         if "chat_template_kwargs" in self.columns:  # TRL unpacks it in every row
             result["chat_template_kwargs"] = _without_nulls(row["chat_template_kwargs"] or {})
         return result
@@ -253,14 +257,6 @@ def with_json_arguments(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
             if not isinstance(function.get("arguments"), str):
                 function["arguments"] = json.dumps(function.get("arguments") or {}, ensure_ascii=False)
     return messages
-
-
-def _read_tools(tools: Any) -> str | None:
-    """Descriptions of functions as JSON, which TRL reads; None for none, or templates would announce an empty list."""
-    tools = _parsed(tools) if isinstance(tools, str) and tools.strip() else tools or None
-    if isinstance(tools, str):
-        raise RowError("'tools' is a text that is no JSON, expected a list of functions")
-    return json.dumps(_without_nulls(tools), ensure_ascii=False) if tools else None
 
 
 def _with_system(messages: list[dict[str, Any]], row: Mapping[str, Any]) -> list[dict[str, Any]]:
