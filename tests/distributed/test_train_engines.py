@@ -14,7 +14,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -208,11 +207,9 @@ def test_ctrl_c_saves_one_checkpoint_and_a_launcher_of_the_users_own_continues(f
     finally:
         process.kill()
     assert process.returncode == 130, errors
-    assert errors.count("saving a checkpoint after this step") == 1
-    assert "Traceback" not in errors and "Error" not in errors, errors
-    saved = re.findall(r"checkpoint saved in (\S+)", errors)
-    assert len(saved) == 1 and (Path(saved[0]) / "model.safetensors").is_file()
-    step = int(saved[0].rpartition("-")[2])
+    checkpoint = saved_checkpoint(errors)
+    assert "Error" not in errors and (checkpoint / "model.safetensors").is_file(), errors
+    step = int(checkpoint.name.rpartition("-")[2])
 
     # What the command starts can be started by hand; the processes are the same.
     by_hand = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
@@ -224,75 +221,54 @@ def test_ctrl_c_saves_one_checkpoint_and_a_launcher_of_the_users_own_continues(f
     assert_equals_one_process(folder, output, steps=step + 1, rows=2)
 
 
-def job(front: int) -> list[psutil.Process]:
-    """Every process of a job: as Slurm sees it."""
-    process = psutil.Process(front)
-    return [process, *process.children(recursive=True)]
+TORCHRUN = ["torch.distributed.run", "--nproc_per_node", "2", "--standalone", "-m"]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(SECONDS)
-@pytest.mark.parametrize("engine", ["ddp", "fsdp2", pytest.param("zero3", marks=needs_deepspeed)])
-def test_sigterm_to_every_process_twice_saves(engine: str, folder: Path) -> None:
-    output = folder / f"stopped-{engine}"
-    command = [sys.executable, "-m", "seqtile.cli"]
-    command += arguments(folder, output, "--engine", engine, "--nproc", "2", "--steps", "100000")
-    errors, code = stop_when_it_steps(command, lambda front: [job(front)] * 2)
-    assert code == 143, errors
-    assert_saved(output, errors)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(SECONDS)
-def test_under_a_torchrun_of_ones_own_nothing_is_a_crash(folder: Path) -> None:
-    output = folder / "torchrun"
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone", "-m"]
-    command += ["seqtile.cli", *arguments(folder, output, "--engine", "ddp", "--steps", "100000")]
-    errors, code = stop_when_it_steps(command, lambda front: [job(front)[1:]])
-    assert code == 0, errors
-    assert_saved(output, errors)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(SECONDS)
-def test_sigterm_to_every_process_under_a_torchrun_that_leaves_it_to_them(folder: Path) -> None:
-    """``--signals-to-handle`` keeps torchrun itself from a traceback: SIGTERM just ends it, and the ranks save."""
-    output = folder / "torchrun-left"
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone"]
-    command += ["--signals-to-handle", "SIGUSR1", "-m"]
-    command += ["seqtile.cli", *arguments(folder, output, "--engine", "ddp", "--steps", "100000")]
-    errors, code = stop_when_it_steps(command, lambda front: [job(front)] * 2)
-    assert code == -signal.SIGTERM, errors
-    assert_saved(output, errors)
-
-
-def stop_when_it_steps(command: list[str], whom: Callable[[int], list[list[psutil.Process]]]) -> tuple[str, int]:
-    """Start it, send SIGTERM to each group of processes after the first step; what it said, and its exit code."""
+@pytest.mark.parametrize(
+    ("launcher", "engine", "times", "code"),
+    [
+        pytest.param([], "ddp", 2, 143, id="ddp"),
+        pytest.param([], "fsdp2", 2, 143, id="fsdp2"),
+        pytest.param([], "zero3", 2, 143, id="zero3", marks=needs_deepspeed),
+        pytest.param(TORCHRUN, "ddp", 0, 0, id="the ranks of a torchrun"),
+        # A torchrun that handles SIGTERM itself ends with a traceback; here it just ends, and the ranks save.
+        pytest.param(
+            [*TORCHRUN[:-1], "--signals-to-handle", "SIGUSR1", "-m"], "ddp", 2, -signal.SIGTERM, id="all of a torchrun"
+        ),
+    ],
+)
+def test_sigterm_saves_one_checkpoint(
+    launcher: list[str], engine: str, times: int, code: int, folder: Path, request: pytest.FixtureRequest
+) -> None:
+    """Sent ``times`` to every process of the job, as Slurm does, or once to all but the first, after the first step."""
+    output = folder / request.node.callspec.id.replace(" ", "-")
+    flags = ["--engine", engine, "--steps", "100000", *([] if launcher else ["--nproc", "2"])]
+    command = [sys.executable, "-m", *launcher, "seqtile.cli", *arguments(folder, output, *flags)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
-            first = next(
-                (line for line in process.stdout if line.startswith("step ")), ""
-            )  # DeepSpeed may speak before
-            assert first
-            all_of_them = job(process.pid)
-            for group in whom(process.pid):
-                for one in group:
-                    with contextlib.suppress(psutil.NoSuchProcess):
-                        one.send_signal(signal.SIGTERM)
+            assert any(line.startswith("step ") for line in process.stdout)  # DeepSpeed may speak before
+            front = psutil.Process(process.pid)
+            ranks = front.children(recursive=True)
+            for receiver in [front, *ranks] * times or ranks:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    receiver.send_signal(signal.SIGTERM)
             _, errors = process.communicate(timeout=SECONDS)
         finally:
             process.kill()
-    assert not psutil.wait_procs(all_of_them, timeout=30)[1]
-    return errors, process.returncode
+    assert not psutil.wait_procs([front, *ranks], timeout=30)[1]
+    assert process.returncode == code, errors
+    assert why_not_whole(saved_checkpoint(errors)) == ""
+    assert "nothing more was saved" not in errors and not (output / LOCK).exists(), errors
 
 
-def assert_saved(output: Path, errors: str) -> None:
-    assert errors.count("saving a checkpoint after this step") == 1
-    assert "Traceback" not in errors and "nothing more was saved" not in errors, errors
-    saved = re.findall(r"checkpoint saved in (\S+)", errors)
-    assert len(saved) == 1 and why_not_whole(Path(saved[0])) == ""
-    assert not (output / LOCK).exists()
+def saved_checkpoint(errors: str) -> Path:
+    """The one checkpoint that a run says it saved when it was asked to stop."""
+    assert errors.count("saving a checkpoint after this step") == 1 and "Traceback" not in errors, errors
+    (saved,) = re.findall(r"checkpoint saved in (\S+)", errors)
+    return Path(saved)
 
 
 @needs_deepspeed
