@@ -34,13 +34,13 @@ from environment import environment, stamp
 from pages import write_between
 from seqtile._errors import UserError
 from seqtile.engines.sequence_parallel import refuse_split_states
-from seqtile.models.adapters import lora_config
-from seqtile.models.discover.decoder_layers import decoder_layers, states_of
+from seqtile.install.adapters import lora_config
 from seqtile.options import TilingOptions
 from seqtile.planner.fake_step import build_bare, fake_step
 from seqtile.planner.layer_structure import LayerSample, find_depths
 from seqtile.planner.live_at_peaks import CHECKPOINTS, GRADIENTS, OPTIMIZER, WEIGHTS
 from seqtile.planner.step_config import Setup
+from seqtile.recognise.decoder_layers import decoder_layers, states_of
 from seqtile.train.packing import check_packing
 from tiny_models import build, tiny_config
 

@@ -17,10 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from seqtile._errors import UserError
-from seqtile.activation_checkpointing.keep_attention import kept_per_token
+from seqtile.checkpointing.keep_attention import kept_per_token
 from seqtile.counting import count_live_bytes
 from seqtile.devices import peak_bytes, reset_peak, synchronize
-from seqtile.models.discover.decoder_layers import decoder_layers
 from seqtile.ops.attention.kernel_calls import names_of_kernels
 from seqtile.options import changed
 from seqtile.planner.accelerators import Device
@@ -31,6 +30,7 @@ from seqtile.planner.request import Request
 from seqtile.planner.sharding_terms import CONSTANTS
 from seqtile.planner.step_config import Lora, make_optimizer
 from seqtile.planner.tile_choice import head_tile
+from seqtile.recognise.decoder_layers import decoder_layers
 from technique_ladder import GIB, requests
 
 WARM_UP = 256

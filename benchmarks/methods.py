@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import seqtile
 from cell import OURS
-from seqtile.models.apply import apply_options
+from seqtile.install.apply import apply_options
 from seqtile.options import TilingOptions
 from seqtile.tiling import FUSED_WIDTHS, LIVE_WIDTHS, BlockShape, parse_tile
 

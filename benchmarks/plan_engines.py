@@ -47,7 +47,6 @@ from transformers import AutoConfig
 
 from environment import environment, stamp
 from pages import write_between
-from seqtile.models.discover.decoder_layers import decoder_layers
 from seqtile.options import TilingOptions
 from seqtile.planner import sharding_terms
 from seqtile.planner.accelerators import Device
@@ -59,6 +58,7 @@ from seqtile.planner.phases import REST, Phase
 from seqtile.planner.request import Request
 from seqtile.planner.sharding_terms import CONTEXT, on_device
 from seqtile.planner.step_config import Lora
+from seqtile.recognise.decoder_layers import decoder_layers
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "plan-engines.jsonl"

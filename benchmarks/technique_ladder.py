@@ -17,7 +17,7 @@ from typing import Any
 
 from environment import append_rows, environment, stamp
 from seqtile._errors import UserError
-from seqtile.models.attention.headwise import runs_on_some_heads
+from seqtile.headwise.install_heads import runs_on_some_heads
 from seqtile.options import changed
 from seqtile.planner.memory_plan import Planner
 from seqtile.planner.request import Request, attention_cannot_be_saved, refuse_encoder

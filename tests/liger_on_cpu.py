@@ -55,7 +55,7 @@ def norms() -> dict[str, nn.Module]:
 
 def errors(module: nn.Module, dtype: torch.dtype) -> list[float]:
     """Largest error of output and gradients of the real module and of its twin, of those of the twin in fp64."""
-    from seqtile.models.discover.known_kernels import twin_of
+    from seqtile.recognise.known_kernels import twin_of
 
     torch.manual_seed(0)
     for weight in module.parameters():
@@ -125,7 +125,7 @@ def with_adapters(made: Any) -> nn.Module:
 def effects(untiled: nn.Module, tiled: nn.Module) -> dict[str, Any]:
     """What runs of a model with Liger's kernels: paths, tiles, and how far its gradients are from untiled ones."""
     import seqtile
-    from seqtile.models.runs import what_ran
+    from seqtile.install.runs import what_ran
     from zoo import tokens
 
     def step(model: Any) -> dict[str, Tensor]:

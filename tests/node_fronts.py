@@ -97,7 +97,7 @@ def train_on_nodes(
     from transformers import AutoConfig, AutoModelForCausalLM  # noqa: F401
     from transformers.models.llama import modeling_llama  # noqa: F401
 
-    from seqtile.models.discover import decoder_layers  # noqa: F401  not for the first time in two threads at once
+    from seqtile.recognise import decoder_layers  # noqa: F401  not for the first time in two threads at once
     from seqtile.train import load  # noqa: F401
 
     port, of_the_ring = free_port(), int(values.get("cp_size", 1)) > 1

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from seqtile.models.discover import live_weights
+from seqtile.recognise import live_weights
 
 NAME = "tiledev"
 COPIES = ("aten::copy_", "aten::_to_copy")

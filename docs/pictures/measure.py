@@ -15,7 +15,7 @@ import torch
 
 from seqtile.counting import LiveBytes, count_live_bytes
 from seqtile.devices import device_name, package_version
-from seqtile.models.apply import apply, undo
+from seqtile.install.apply import apply, undo
 from seqtile.planner.phases import Phase, label_phases, run_step
 from seqtile.train.demo import build_demo_model, demo_rows, load_tokenizer
 

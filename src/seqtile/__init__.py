@@ -9,14 +9,14 @@ if TYPE_CHECKING:
     from seqtile._errors import UserError as UserError
     from seqtile.counting import count_live_bytes as count_live_bytes
     from seqtile.counting import count_products as count_products
+    from seqtile.install.apply import applied as applied
+    from seqtile.install.apply import apply as apply
+    from seqtile.install.apply import undo as undo
+    from seqtile.install.module import tile_module as tile_module
+    from seqtile.install.report import Block as Block
+    from seqtile.install.report import Report as Report
     from seqtile.integrations.callback import TilingCallback as TilingCallback
-    from seqtile.models.apply import applied as applied
-    from seqtile.models.apply import apply as apply
-    from seqtile.models.apply import undo as undo
-    from seqtile.models.lm_loss.tiled_loss import deferred_logits as deferred_logits
-    from seqtile.models.module import tile_module as tile_module
-    from seqtile.models.report import Block as Block
-    from seqtile.models.report import Report as Report
+    from seqtile.lm_loss.tiled_loss import deferred_logits as deferred_logits
     from seqtile.ops.lm_loss.cross_entropy import linear_cross_entropy as linear_cross_entropy
     from seqtile.ops.lm_loss.divergence import TeacherTopK as TeacherTopK
     from seqtile.ops.lm_loss.divergence import linear_divergence as linear_divergence
@@ -33,28 +33,28 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Block": "seqtile.models.report",
+    "Block": "seqtile.install.report",
     "HeadInput": "seqtile.ops.lm_loss.token_logprobs",
     "LogitScaling": "seqtile.ops.lm_loss.logits_tile",
-    "Report": "seqtile.models.report",
+    "Report": "seqtile.install.report",
     "TeacherTopK": "seqtile.ops.lm_loss.divergence",
     "TilingCallback": "seqtile.integrations.callback",
     "TokenScores": "seqtile.ops.lm_loss.token_logprobs",
     "UserError": "seqtile._errors",
     "VerifyResult": "seqtile.verification",
-    "applied": "seqtile.models.apply",
-    "apply": "seqtile.models.apply",
+    "applied": "seqtile.install.apply",
+    "apply": "seqtile.install.apply",
     "check_gradients": "seqtile.verification",
     "count_live_bytes": "seqtile.counting",
     "count_products": "seqtile.counting",
-    "deferred_logits": "seqtile.models.lm_loss.tiled_loss",
+    "deferred_logits": "seqtile.lm_loss.tiled_loss",
     "importance_ratios": "seqtile.ops.lm_loss.policy",
     "linear_cross_entropy": "seqtile.ops.lm_loss.cross_entropy",
     "linear_divergence": "seqtile.ops.lm_loss.divergence",
     "sequence_logprobs": "seqtile.ops.lm_loss.policy",
     "token_logprobs": "seqtile.ops.lm_loss.token_logprobs",
-    "tile_module": "seqtile.models.module",
-    "undo": "seqtile.models.apply",
+    "tile_module": "seqtile.install.module",
+    "undo": "seqtile.install.apply",
     "verify": "seqtile.verification",
 }
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import second_device
 import seqtile
 from numerics._errors import assert_all_no_worse, in_float64
-from seqtile.activation_checkpointing.policies import standing_checkpointing
+from seqtile.checkpointing.policies import standing_checkpointing
 from seqtile.ops.rng import RandomState
 
 pytestmark = pytest.mark.device

@@ -20,7 +20,7 @@ from accelerate.state import AcceleratorState, PartialState
 
 import seqtile
 import tiny_run
-from seqtile.models.apply import tiled_names
+from seqtile.install.apply import tiled_names
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import seqtile
-from seqtile.models.lm_loss.tiled_loss import standing_losses
+from seqtile.lm_loss.tiled_loss import standing_losses
 from zoo import causal_lm, exact_dtype, tokens
 
 WORLD = 2

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from grid.cases import RATE, Case, Trained, assert_equal, named, tile
 from seqtile import UserError
-from seqtile.models.carried_state.tiled_state import StateForward
-from seqtile.models.instance import installed_forwards
-from seqtile.models.lm_loss.tiled_loss import standing_losses
+from seqtile.blocks.instance import installed_forwards
+from seqtile.lm_loss.tiled_loss import standing_losses
+from seqtile.state.tiled_state import StateForward
 
 
 class Parallel:

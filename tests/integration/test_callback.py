@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 import seqtile
 import tiny_run
 import trainers
-from seqtile.models.apply import tiled_names
+from seqtile.install.apply import tiled_names
 from trainers import plain
 from watching import rows_of
 

@@ -40,4 +40,4 @@ def test_the_site_builds(tmp_path: Path) -> None:
         assert (tmp_path / url).exists(), url
     for file in ("CHANGELOG.md", "CONTRIBUTING.md", "examples/README.md"):
         assert (ROOT / file).read_text(encoding="utf-8").strip() in text, f"{file} is not in llms-full.txt"
-    assert "### seqtile.models.apply.apply" in text and "def apply(model" in text
+    assert "### seqtile.install.apply.apply" in text and "def apply(model" in text

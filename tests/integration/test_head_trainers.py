@@ -18,7 +18,7 @@ import trainers
 from numerics._births import births
 from numerics.test_attention_saved import attention_calls
 from seqtile.integrations.trl import tile_trainer
-from seqtile.models.lm_loss.tiled_loss import TiledLoss
+from seqtile.lm_loss.tiled_loss import TiledLoss
 from trainers import COMMON, STEPS, gkd, load
 
 VOCABULARY = 257

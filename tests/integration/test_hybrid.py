@@ -23,9 +23,8 @@ from seqtile._compat import attention_kind
 from seqtile._errors import UserError
 from seqtile.cli import main
 from seqtile.engines.sequence_parallel import SUPPORT, Support, refuse_split_states
+from seqtile.install.adapters import lora_config, without_adapters
 from seqtile.integrations.callback import _check_trainer as check_in_trainer
-from seqtile.models.adapters import lora_config, without_adapters
-from seqtile.models.discover.decoder_layers import STATES, UNKNOWN_STATE, decoder_layers, states_of
 from seqtile.options import TilingOptions
 from seqtile.planner import memory_plan
 from seqtile.planner.accelerators import find_device
@@ -33,6 +32,7 @@ from seqtile.planner.fake_step import fake_step
 from seqtile.planner.memory_plan import Planner
 from seqtile.planner.request import Request
 from seqtile.planner.step_config import Lora, Setup
+from seqtile.recognise.decoder_layers import STATES, UNKNOWN_STATE, decoder_layers, states_of
 from seqtile.train.load import check_split
 from seqtile.train.packing import check_packing
 from seqtile.train.recipe import build_recipe

@@ -17,7 +17,7 @@ from numerics._births import births
 from rl_stand_ins import OpenRLHF, PrimeRL, SkyRL, Slime, Verl
 from seqtile.integrations.rl import openrlhf, prime_rl, skyrl, slime, verl
 from seqtile.integrations.rl.logits import logits_of
-from seqtile.models.lm_loss.deferred_logits import DeferredLogits
+from seqtile.lm_loss.deferred_logits import DeferredLogits
 from seqtile.ops.lm_loss.token_logprobs import HeadInput
 from zoo import causal_lm, tokens
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 import seqtile
 from numerics._states import WHOLE, carrier_of, error, model_of
 from seqtile._errors import UserError
-from seqtile.models.carried_state.tiled_state import StateForward
-from seqtile.models.discover.live_weights import has_foreign_hooks
+from seqtile.recognise.live_weights import has_foreign_hooks
+from seqtile.state.tiled_state import StateForward
 
 LENGTH, TILE = 50, 16
 SETTINGS: dict[str, Any] = {"blocks": "none", "state": TILE}

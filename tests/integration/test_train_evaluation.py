@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 
 import tiny_run
 from seqtile.cli import main
-from seqtile.models.runs import forget_runs, what_ran
+from seqtile.install.runs import forget_runs, what_ran
 from seqtile.train.recipe import build_recipe
 from seqtile.train.run import train
 

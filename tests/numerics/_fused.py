@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from numerics._blocks import HIDDEN, INTERMEDIATE, assert_same, cut, gradients
-from seqtile.models.discover.chain import Chain, inputs_of
-from seqtile.models.discover.live_weights import row_wise
-from seqtile.models.discover.proof import Mode, prove
-from seqtile.models.discover.widths import linear_widths
 from seqtile.ops.grad_accumulator import Sum
 from seqtile.ops.linear import Layer
 from seqtile.ops.mlp import FusedWeights, fused_mlp
 from seqtile.ops.mlp_tile import Pass
+from seqtile.recognise.chain import Chain, inputs_of
+from seqtile.recognise.live_weights import row_wise
+from seqtile.recognise.proof import Mode, prove
+from seqtile.recognise.widths import linear_widths
 
 
 class GatedMLP(nn.Module):

@@ -18,7 +18,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import seqtile
-from seqtile.models.discover.known_functions import TWINS
+from seqtile.recognise.known_functions import TWINS
 from zoo import causal_lm, gradients, tokens
 
 HEAD = 8

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from seqtile.engines.flat import named_weights
-from seqtile.models.carried_state import tile_call
-from seqtile.models.carried_state.state_cache import cache_argument
-from seqtile.models.carried_state.state_layers import Carrier, find_carriers
-from seqtile.models.carried_state.tile_call import TileCall, in_tiles
+from seqtile.state import tile_call
+from seqtile.state.state_cache import cache_argument
+from seqtile.state.state_layers import Carrier, find_carriers
+from seqtile.state.tile_call import TileCall, in_tiles
 from seqtile.tiling import StateTiles
 from tiny_models import build, tiny_config
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import seqtile
-from seqtile.models.runs import what_ran
+from seqtile.install.runs import what_ran
 from seqtile.verification import verify
 from seqtile.verification.plain_autograd import without_recompute
 from zoo import assert_same_gradients, causal_lm, tokens

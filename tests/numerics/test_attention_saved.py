@@ -16,9 +16,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 import seqtile
-from seqtile.activation_checkpointing import keep_attention
-from seqtile.activation_checkpointing.keep_attention import kept_per_token
-from seqtile.activation_checkpointing.policies import standing_checkpointing
+from seqtile.checkpointing import keep_attention
+from seqtile.checkpointing.keep_attention import kept_per_token
+from seqtile.checkpointing.policies import standing_checkpointing
 from seqtile.ops.rng import RandomState
 from zoo import HIDDEN, INTERMEDIATE, causal_lm, tokens
 

@@ -22,7 +22,7 @@ from transformers import CONFIG_MAPPING, Trainer, TrainingArguments
 
 import seqtile
 import tiny_run
-from seqtile.activation_checkpointing.policies import standing_checkpointing
+from seqtile.checkpointing.policies import standing_checkpointing
 from zoo import HIDDEN, INTERMEDIATE, VOCABULARY, causal_lm, picture_and_text, tokens, vision_language_model
 
 BATCH, LENGTH, LAYERS, TILE = 2, 24, 2, 4

@@ -18,12 +18,12 @@ from torch.utils.checkpoint import checkpoint
 import seqtile
 from numerics._blocks import assert_same, gradients, random
 from numerics._fused import Conv1D, Fused, GatedMLP, GateUpMLP, PlainMLP, fused_weights
+from seqtile.blocks import instance
 from seqtile.counting import count_products
-from seqtile.models import instance
-from seqtile.models.discover import formula, proof
-from seqtile.models.discover.live_weights import row_wise
 from seqtile.ops.linear import Packed, Projection
 from seqtile.ops.mlp import fused_mlp
+from seqtile.recognise import formula, proof
+from seqtile.recognise.live_weights import row_wise
 from watching import rows_of
 from zoo import ARCHITECTURES, HIDDEN, assert_same_gradients, causal_lm, tokens
 from zoo import gradients as model_gradients

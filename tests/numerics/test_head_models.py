@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import seqtile
 from numerics._births import births
-from seqtile.models.lm_loss.tiled_loss import TiledLoss
+from seqtile.lm_loss.tiled_loss import TiledLoss
 from zoo import (
     ARCHITECTURES,
     EXPERTS,

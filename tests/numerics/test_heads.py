@@ -14,8 +14,8 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 
 import seqtile
 from numerics._blocks import random
-from seqtile.models.attention import headwise as heads_of_models
-from seqtile.models.attention.headwise import HeadWise
+from seqtile.headwise import install_heads as heads_of_models
+from seqtile.headwise.install_heads import HeadWise
 from seqtile.ops.attention import head_groups as operator
 from seqtile.ops.attention.group_core import Groups
 from seqtile.ops.rng import RandomState

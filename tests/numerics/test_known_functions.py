@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers.models.llama import modeling_llama
 
 import seqtile
-from seqtile.models.discover.known_functions import TWINS
+from seqtile.recognise.known_functions import TWINS
 from zoo import assert_same_gradients, causal_lm, gradients, tokens
 
 

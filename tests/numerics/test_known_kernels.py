@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import seqtile
-from seqtile.models.discover.known_kernels import own_forward, twin_of
-from seqtile.models.runs import what_ran
+from seqtile.install.runs import what_ran
+from seqtile.recognise.known_kernels import own_forward, twin_of
 from zoo import assert_same_gradients, causal_lm, tokens
 
 TESTS = Path(__file__).parents[1]

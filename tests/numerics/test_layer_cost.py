@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 import seqtile
-from seqtile.models import apply as applying
+from seqtile.install import apply as applying
 from zoo import HIDDEN, INTERMEDIATE, causal_lm, tokens
 
 BATCH, LENGTH, LAYERS, RANK = 2, 24, 2, 5

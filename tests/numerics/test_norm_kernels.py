@@ -20,14 +20,14 @@ from numerics._blocks import random
 from numerics._compiled import BACKENDS, compiling, graphs
 from numerics._errors import assert_no_worse, in_float64
 from numerics._fused import GatedMLP
+from seqtile.blocks.norms_and_projections import TiledRows
 from seqtile.counting import count_live_bytes
-from seqtile.models.discover.chain import Chain
-from seqtile.models.discover.live_weights import row_wise
-from seqtile.models.discover.proof import Mode, prove
-from seqtile.models.norms_and_projections import TiledRows
 from seqtile.ops import kernels as kernels_module
 from seqtile.ops import norm as norms
 from seqtile.ops.fused_norm import fused_norm
+from seqtile.recognise.chain import Chain
+from seqtile.recognise.live_weights import row_wise
+from seqtile.recognise.proof import Mode, prove
 
 D = 48
 BF16 = torch.bfloat16

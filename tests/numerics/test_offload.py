@@ -12,9 +12,9 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 import seqtile
-from seqtile.activation_checkpointing import host_offload
-from seqtile.activation_checkpointing.host_offload import HostMemory
-from seqtile.activation_checkpointing.policies import standing_checkpointing
+from seqtile.checkpointing import host_offload
+from seqtile.checkpointing.host_offload import HostMemory
+from seqtile.checkpointing.policies import standing_checkpointing
 from zoo import ARCHITECTURES, EXPERTS, HIDDEN, causal_lm, tokens
 
 BATCH, LENGTH, LAYERS = 2, 13, 2

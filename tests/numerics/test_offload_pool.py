@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 import seqtile
 from numerics.test_offload import assert_equal, checkpointed, step
-from seqtile.activation_checkpointing import host_offload
-from seqtile.activation_checkpointing.host_offload import ChunkPool, HostMemory, Lane, pool_bytes
-from seqtile.activation_checkpointing.policies import standing_checkpointing
+from seqtile.checkpointing import host_offload
+from seqtile.checkpointing.host_offload import ChunkPool, HostMemory, Lane, pool_bytes
+from seqtile.checkpointing.policies import standing_checkpointing
 from zoo import HIDDEN, causal_lm, tokens
 
 CHUNK = 2**12

@@ -20,7 +20,7 @@ from torch.nn import functional
 
 import seqtile
 from numerics._states import carrier_of, error, model_of, results, tiled, whole
-from seqtile.models.carried_state.state_cache import CarriedState
+from seqtile.state.state_cache import CarriedState
 
 
 class _Kernel(torch.autograd.Function):

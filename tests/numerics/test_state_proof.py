@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import seqtile
 from numerics._states import FAMILIES, carrier_of, model_of
-from seqtile.models.carried_state.state_cache import CarriedState, cache_argument
-from seqtile.models.carried_state.state_proof import StateProofs
+from seqtile.state.state_cache import CarriedState, cache_argument
+from seqtile.state.state_proof import StateProofs
 
 HIDDEN = 64
 BOTH = ("recurrent", "convolution")

@@ -15,9 +15,9 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from numerics._states import FAMILIES, carrier_of, error, model_of, precision, results, tiled, whole
-from seqtile.models.carried_state import state_cache, tile_call
-from seqtile.models.carried_state.state_cache import CarriedState
-from seqtile.models.carried_state.tile_call import TileCall
+from seqtile.state import state_cache, tile_call
+from seqtile.state.state_cache import CarriedState
+from seqtile.state.tile_call import TileCall
 from seqtile.tiling import state_tiles
 
 ALL = [family for families in FAMILIES.values() for family in families]

@@ -10,8 +10,8 @@ from torch import nn
 from transformers import CONFIG_MAPPING
 
 import seqtile
-from seqtile.models.adapters import lora_config, without_adapters
-from seqtile.models.runs import what_ran
+from seqtile.install.adapters import lora_config, without_adapters
+from seqtile.install.runs import what_ran
 from watching import rows_of
 from zoo import assert_same_gradients, causal_lm, gradients, tokens
 

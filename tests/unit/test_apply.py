@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import seqtile
-from seqtile.models.instance import Installed
+from seqtile.blocks.instance import Installed
 from watching import rows_of
 from zoo import assert_same_gradients, causal_lm, gradients, tokens
 
@@ -246,7 +246,7 @@ def test_evaluation_is_tiled_too(mode: str) -> None:
 def test_auto_leaves_a_short_batch_untiled_and_tiles_a_long_one(
     path: str, operator: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from seqtile.models import instance
+    from seqtile.blocks import instance
 
     counts: list[int] = []
     run = getattr(instance, operator)

@@ -12,7 +12,7 @@ import seqtile
 from seqtile import _compat
 from zoo import causal_lm
 
-apply_module = importlib.import_module("seqtile.models.apply")
+apply_module = importlib.import_module("seqtile.install.apply")
 ROOT = Path(__file__).parents[2]
 
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import seqtile
-from seqtile.models.discover.candidates import find_blocks
+from seqtile.recognise.candidates import find_blocks
 from watching import dropout_that_scales
 from zoo import (
     ENCODERS,

@@ -6,7 +6,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import seqtile
-from seqtile.models.discover.candidates import find_blocks
+from seqtile.recognise.candidates import find_blocks
 from watching import rows_of
 from zoo import (
     ARCHITECTURES,

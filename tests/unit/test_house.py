@@ -31,8 +31,11 @@ ORDER = """
     options
     rules
     ops
-    engines activation_checkpointing
-    models
+    engines checkpointing
+    recognise
+    blocks
+    lm_loss headwise state
+    install
     verification
     planner
     train integrations
@@ -226,7 +229,7 @@ NOT_YET = {
 
 
 CHECKS: dict[Callable[[Path], list[str]], str] = {
-    upward_imports: "def late():\n    from ..models import apply\n",
+    upward_imports: "def late():\n    from ..install import apply\n",
     circles: "def late():\n    from seqtile.ops import worse\n",
     shared_names: "def _helper(): ...\n",
     prints: "print('hello')\n",

@@ -27,7 +27,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 import seqtile
 from other_thread import backward_elsewhere
-from seqtile.models.discover import proof
+from seqtile.recognise import proof
 from watching import rows_of
 from zoo import EXPERTS, assert_same_gradients, causal_lm, gradients, tokens
 

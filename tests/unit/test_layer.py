@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import seqtile
-from seqtile.models import layer as tiled_layer
+from seqtile.blocks import layer as tiled_layer
 from watching import dropout_that_scales, rows_of
 from zoo import assert_same_gradients, causal_lm, gradients, tokens
 

@@ -19,7 +19,7 @@ import seqtile
 from seqtile import UserError
 from seqtile.cli import main
 from seqtile.cli.option_flags import takes_options
-from seqtile.models.apply import apply_options
+from seqtile.install.apply import apply_options
 from seqtile.options import DEFAULTS, WHOLE_LAYER, WRITTEN, TilingOptions
 from seqtile.planner import memory_plan
 from seqtile.planner.explain import recipe as recipe_of_plan

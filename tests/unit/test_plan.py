@@ -22,8 +22,6 @@ from seqtile._errors import UserError
 from seqtile.cli import console, main
 from seqtile.cli.plan_command import parse_adapters
 from seqtile.counting import count_products
-from seqtile.models.discover.candidates import layer_steps
-from seqtile.models.discover.trace import in_a_thread
 from seqtile.options import changed
 from seqtile.planner.accelerators import DEVICES, Device, find_device
 from seqtile.planner.explain import explain, next_step, proposals, recipe
@@ -38,6 +36,8 @@ from seqtile.planner.request import Request
 from seqtile.planner.sharding_terms import CONSTANTS, ZERO_BUCKET, on_device, on_host
 from seqtile.planner.step_config import OPTIMIZERS, PLANNED, Lora, Setup, make_optimizer
 from seqtile.planner.techniques import MINIMAL_MEMORY
+from seqtile.recognise.candidates import layer_steps
+from seqtile.recognise.trace import in_a_thread
 from seqtile.train.fit import request_of as planned_again
 from seqtile.train.recipe import build_recipe, parse_lora, read_recipe, resolve
 
@@ -300,8 +300,8 @@ def test_one_proof_does_for_the_adapters_of_all_layers(
         return layer_steps(*given)
 
     of_layers: list[Any] = []
-    monkeypatch.setattr("seqtile.models.discover.candidates.layer_steps", layers)
-    monkeypatch.setattr("seqtile.models.discover.proof.in_a_thread", traces)
+    monkeypatch.setattr("seqtile.recognise.candidates.layer_steps", layers)
+    monkeypatch.setattr("seqtile.recognise.proof.in_a_thread", traces)
     setup = Setup(lora=lora, autocast=True, device_type="cuda")  # which no other test has, whose proof would do
     built = build(read_config(str(folder)), setup, "meta")
     assert len(built.blocks) == 4 and len(traced) == len(of_layers) == 1  # an adapter's two matrices are no MLP

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, CohereConfig, Exaone4Config, LlamaConfig, PretrainedConfig, Qwen3Config
 
 import seqtile
-from seqtile.models.norms_and_projections import TiledRows
+from seqtile.blocks.norms_and_projections import TiledRows
 
 SIZES: dict[str, Any] = dict(
     hidden_size=64, intermediate_size=176, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,

@@ -13,10 +13,10 @@ from torch import nn
 from transformers import LlamaConfig
 
 from seqtile import UserError, rules
+from seqtile.install.apply import apply_options
 from seqtile.integrations import ms_swift
 from seqtile.integrations.axolotl_checks import check_settings
 from seqtile.integrations.callback import _check_trainer
-from seqtile.models.apply import apply_options
 from seqtile.options import DEFAULTS, TilingOptions
 from seqtile.planner.accelerators import find_device
 from seqtile.planner.request import Request, check_request

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import seqtile
-from seqtile.models.instance import installed_forwards
-from seqtile.models.norms_and_projections import ROWS_AUTO
+from seqtile.blocks.instance import installed_forwards
+from seqtile.blocks.norms_and_projections import ROWS_AUTO
 from seqtile.tiling import FUSED_WIDTHS, BlockShape, even_sizes, parse_keep, parse_tile, tile_ranges
 from zoo import causal_lm
 

@@ -12,9 +12,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import seqtile
-from seqtile.models.discover import formula, proof, trace, views
-from seqtile.models.discover.chain import Chain
-from seqtile.models.discover.proof import Mode, Proof, prove
+from seqtile.recognise import formula, proof, trace, views
+from seqtile.recognise.chain import Chain
+from seqtile.recognise.proof import Mode, Proof, prove
 
 D = 8
 

@@ -17,7 +17,7 @@ import yaml
 
 import tiny_run
 from seqtile.cli import main, show
-from seqtile.models.runs import Runs
+from seqtile.install.runs import Runs
 from seqtile.train.data_summary import DataSummary
 from seqtile.train.metrics import METRICS_FILE, Metrics, Silent
 from seqtile.train.recipe import build_recipe

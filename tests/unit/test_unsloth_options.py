@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import seqtile
+from seqtile.blocks.instance import TiledForward
 from seqtile.integrations.unsloth import patch_mlp, patch_tiled_mlp
-from seqtile.models.discover import proof
-from seqtile.models.instance import TiledForward
+from seqtile.recognise import proof
 from watching import rows_of
 from zoo import causal_lm
 

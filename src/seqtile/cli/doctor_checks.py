@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import seqtile
-from seqtile.activation_checkpointing.policies import standing_checkpointing
+from seqtile.checkpointing.policies import standing_checkpointing
 from seqtile.devices import package_version
 from seqtile.verification.judge import difference
 

@@ -15,10 +15,10 @@ from seqtile._errors import UserError
 from seqtile._log import first_rank_logger
 from seqtile.devices import GIB, empty_cache, peak_bytes, peak_resident_bytes, reset_peak
 from seqtile.engines.sequence_parallel import refuse_split_states
-from seqtile.models.apply import apply, carries, tiled_names
-from seqtile.models.discover.decoder_layers import states_of
-from seqtile.models.report import Report
+from seqtile.install.apply import apply, carries, tiled_names
+from seqtile.install.report import Report
 from seqtile.options import OF_BLOCKS, TilingOptions
+from seqtile.recognise.decoder_layers import states_of
 from seqtile.rules import Combination, check_combination
 
 logger = first_rank_logger(__name__)

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from seqtile._compat import ONLINE_DPO_FORWARD
 from seqtile._errors import UserError
-from seqtile.models.apply import apply
-from seqtile.models.lm_loss.deferred_logits import DeferredLogits
-from seqtile.models.lm_loss.tiled_loss import HeadOf, deferred_logits
+from seqtile.install.apply import apply
+from seqtile.lm_loss.deferred_logits import DeferredLogits
+from seqtile.lm_loss.tiled_loss import HeadOf, deferred_logits
 from seqtile.ops.lm_loss.divergence import linear_divergence
 from seqtile.ops.lm_loss.kept_tokens import IGNORED
 from seqtile.ops.lm_loss.token_logprobs import HeadInput

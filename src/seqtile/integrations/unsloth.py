@@ -15,10 +15,10 @@ from torch import nn
 
 from seqtile._errors import UserError
 from seqtile.devices import available_host_bytes
-from seqtile.models.apply import apply, free_bytes, replacing
-from seqtile.models.discover.candidates import find_blocks
-from seqtile.models.module import tile_module
+from seqtile.install.apply import apply, free_bytes, replacing
+from seqtile.install.module import tile_module
 from seqtile.options import TilingOptions
+from seqtile.recognise.candidates import find_blocks
 
 _GIB = 2**30
 _OPTIONS = (

@@ -2,7 +2,7 @@
 
 A norm written in Python is ten passes over fp32 tensors. The kernels read the input and write the result, in fp32
 inside, statistics included; the backward reads the input again. What a module computes is recognised by its trace
-(:mod:`seqtile.models.discover.formula`), which must be that of one of :data:`WRITTEN`.
+(:mod:`seqtile.recognise.formula`), which must be that of one of :data:`WRITTEN`.
 """
 
 from __future__ import annotations

@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from seqtile._errors import UserError
-from seqtile.models.carried_state.state_layers import can_carry
-from seqtile.models.loss_and_checkpoints import recomputed
+from seqtile.install.loss_and_checkpoints import recomputed
 from seqtile.ops.attention.backends import recommended
 from seqtile.options import DEFAULTS, WRITTEN
 from seqtile.planner.estimate import Estimate
@@ -25,6 +24,7 @@ from seqtile.planner.techniques import (
     TILED_MLP,
     Technique,
 )
+from seqtile.state.state_layers import can_carry
 
 NOT_MODELLED = (
     "allocator fragmentation and driver context beyond the stated bounds",

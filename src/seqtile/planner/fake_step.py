@@ -16,11 +16,10 @@ from torch import Tensor, nn
 
 from seqtile._errors import UserError
 from seqtile._log import log_level
-from seqtile.activation_checkpointing.policies import standing_checkpointing
+from seqtile.checkpointing.policies import standing_checkpointing
 from seqtile.counting.fake import fake_tensors, make_fake
-from seqtile.models.adapters import lora_config, without_adapters
-from seqtile.models.apply import apply, apply_options, undo
-from seqtile.models.discover.decoder_layers import decoder_layers
+from seqtile.install.adapters import lora_config, without_adapters
+from seqtile.install.apply import apply, apply_options, undo
 from seqtile.ops.attention.kernel_calls import is_attention
 from seqtile.ops.grad_accumulator import LOW, as_on_an_accelerator, products_sum_in_fp32
 from seqtile.ops.lm_loss.logits_tile import BLOCK_ELEMENTS
@@ -46,6 +45,7 @@ from seqtile.planner.phases import OPTIMIZER_STEP, REST, Phase, causal_model, la
 from seqtile.planner.pictures import ANY_SIZE, ONE_SIZE
 from seqtile.planner.step_config import Built, Setup, make_optimizer
 from seqtile.planner.step_run import StepRun
+from seqtile.recognise.decoder_layers import decoder_layers
 
 
 def build(config: Any, setup: Setup, device: str, sample: LayerSample | None = None) -> Built:
@@ -74,7 +74,7 @@ def build(config: Any, setup: Setup, device: str, sample: LayerSample | None = N
         use_liger_shapes(model, tiled=options.tiled)
     # Proven in the mode of the step, with the functions that it calls; what was tiled is the plan's to say.
     functions = nullcontext() if setup.device_type == "cpu" else accelerator_functions()
-    with log_level("seqtile.models", logging.ERROR), in_precision(setup, "cpu"), functions:
+    with log_level("seqtile", logging.ERROR), in_precision(setup, "cpu"), functions:
         if options.checkpoint == "full":
             options = replace(options, checkpoint=None)  # what the model has now
         if options.loss is None:

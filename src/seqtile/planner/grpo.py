@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from seqtile._errors import UserError
-from seqtile.models.lm_loss.tiled_loss import deferred_logits
+from seqtile.lm_loss.tiled_loss import deferred_logits
 from seqtile.ops.lm_loss.kept_tokens import IGNORED
 from seqtile.ops.lm_loss.policy import importance_ratios
 from seqtile.planner.layer_structure import Counts

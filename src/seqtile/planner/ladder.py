@@ -13,8 +13,7 @@ from typing import Any
 
 from seqtile._errors import RunError
 from seqtile.devices import GIB
-from seqtile.models.attention.headwise import runs_on_some_heads
-from seqtile.models.carried_state.state_layers import can_carry
+from seqtile.headwise.install_heads import runs_on_some_heads
 from seqtile.options import DEFAULTS, TilingOptions, changed
 from seqtile.planner.estimate import Estimate
 from seqtile.planner.flops import count_work
@@ -27,6 +26,7 @@ from seqtile.planner.techniques import (
     MINIMAL_MEMORY,
     Technique,
 )
+from seqtile.state.state_layers import can_carry
 
 SMALLEST_TILE = 128
 """Tokens; tiles are whole multiples of as many, and smaller ones have products that no device is fast at."""

@@ -11,10 +11,10 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from seqtile._errors import UserError
-from seqtile.activation_checkpointing.keep_attention import largest_of_layers
-from seqtile.models.discover.decoder_layers import DecoderLayer, decoder_layers
+from seqtile.checkpointing.keep_attention import largest_of_layers
 from seqtile.planner.model_shapes import is_masked_lm
 from seqtile.planner.phases import Phase
+from seqtile.recognise.decoder_layers import DecoderLayer, decoder_layers
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import torch
 from seqtile._compat import dump_memory, record_memory
 from seqtile._errors import UserError
 from seqtile.counting import LiveSample
-from seqtile.models.runs import what_ran
+from seqtile.install.runs import what_ran
 from seqtile.ops.attention.backends import attention_sentences
 from seqtile.ops.attention.kernel_calls import names_of_kernels
 from seqtile.options import changed
@@ -43,7 +43,7 @@ class MeasuredSide:
         peak_at: the part of the step where the plan has its peak.
         terms: bytes there by what they are for, as (measured, planned).
         timeline: live bytes after each operator; on an accelerator as counted, where the peaks are the allocator's.
-        ran: what the tiled blocks did, as :class:`seqtile.models.runs.Runs` says it.
+        ran: what the tiled blocks did, as :class:`seqtile.install.runs.Runs` says it.
     """
 
     name: str

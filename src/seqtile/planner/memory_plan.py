@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 from seqtile._errors import UserError
 from seqtile.engines.sequence_parallel import refuse_split_states, why_no_ring
-from seqtile.models.discover.decoder_layers import states_of
 from seqtile.options import changed
 from seqtile.planner.estimate import Bounds, Estimate, Saving
 from seqtile.planner.extrapolate import Lines, fit_for
@@ -27,6 +26,7 @@ from seqtile.planner.request import Request, attention_cannot_be_saved, check_ra
 from seqtile.planner.sharding_terms import BUFFERS, CONSTANTS, CONTEXT, offload_checkpoints, on_device, on_host
 from seqtile.planner.step_config import Built, Setup
 from seqtile.planner.tile_choice import head_tile, kept_share, largest_tile, resolve_tiles
+from seqtile.recognise.decoder_layers import states_of
 
 MODEL_ERROR = 0.01
 """Largest error of the counted bytes, as measured on the CPU (docs/planning-reference.md)."""

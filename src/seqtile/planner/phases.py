@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from seqtile._compat import tree_iter
 from seqtile.counting import LiveBytes
 from seqtile.devices import synchronize
-from seqtile.models.discover.decoder_layers import decoder_layers
+from seqtile.recognise.decoder_layers import decoder_layers
 
 if TYPE_CHECKING:
-    from seqtile.models.report import Block
+    from seqtile.install.report import Block
 
 HEAD = "head and loss"
 REST = "rest of the model"

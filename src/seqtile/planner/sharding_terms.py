@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from seqtile.activation_checkpointing.host_offload import pool_bytes
+from seqtile.checkpointing.host_offload import pool_bytes
 from seqtile.devices import GIB
 from seqtile.planner.layer_structure import Counts
 from seqtile.planner.live_at_peaks import CHECKPOINTS, GRADIENTS, KEPT, OPTIMIZER, WEIGHTS

@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from seqtile.models.instance import Installed
-from seqtile.models.layer import TiledLayer
+from seqtile.blocks.instance import Installed
+from seqtile.blocks.layer import TiledLayer
 from seqtile.options import changed
 from seqtile.planner.layer_structure import Depths
 from seqtile.planner.phases import causal_model

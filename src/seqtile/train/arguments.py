@@ -12,7 +12,7 @@ from torch import nn
 
 from seqtile._errors import UserError
 from seqtile._log import first_rank_logger
-from seqtile.models.adapters import ALL_LINEAR, lora_config, without_adapters
+from seqtile.install.adapters import ALL_LINEAR, lora_config, without_adapters
 from seqtile.rules import adapters_need_reentrant
 from seqtile.train.data import processes_for
 from seqtile.train.recipe import LoraRecipe, Recipe, shown

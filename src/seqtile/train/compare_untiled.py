@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from seqtile._log import log_level
 from seqtile.counting import LiveBytes, LiveSample, count_live_bytes
-from seqtile.models.apply import apply_options, undo
+from seqtile.install.apply import apply_options, undo
 from seqtile.planner.phases import Phase, label_phases, run_step
 from seqtile.verification import Run, verify
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from seqtile.models.report import Block
+    from seqtile.install.report import Block
     from seqtile.train.recipe import Recipe
 
 TIMED_PAIRS = 3
@@ -86,7 +86,7 @@ def compare(model: nn.Module, batch: Mapping[str, Any], recipe: Recipe) -> Compa
     """
     inputs = dict(batch)
     tokens = inputs["input_ids"].numel()
-    with log_level("seqtile.models", logging.WARNING):  # the tiling was reported when training began
+    with log_level("seqtile", logging.WARNING):  # the tiling was reported when training began
         blocks = apply_options(model, recipe.tiling).blocks
         verdict = verify(model, inputs, reference=None)
         tiled_live = _watch_step(model, inputs, blocks)

@@ -15,7 +15,7 @@ import torch
 
 from seqtile._compat import attention_kind
 from seqtile._errors import RunError
-from seqtile.models.attention.headwise import ulysses_around
+from seqtile.headwise.install_heads import ulysses_around
 from seqtile.ops.lm_loss.kept_tokens import IGNORED
 
 

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from seqtile._errors import UserError
 from seqtile._log import first_rank_logger
+from seqtile.checkpointing.reentrant import shares_keys
 from seqtile.engines.sequence_parallel import refuse_split_states, why_no_ring
-from seqtile.models.discover.decoder_layers import states_of
-from seqtile.models.reentrant import shares_keys
 from seqtile.planner.model_shapes import max_positions as max_positions
 from seqtile.planner.model_shapes import towers_of
 from seqtile.planner.phases import causal_model as causal_model
 from seqtile.planner.rope_scaling import lift, scale_positions
+from seqtile.recognise.decoder_layers import states_of
 from seqtile.rules import ModelFacts, check_combination
 from seqtile.train import demo
 from seqtile.train.check_early import existing_model
@@ -26,7 +26,7 @@ from seqtile.train.recipe import DEMO, Recipe
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-    from seqtile.models.report import Report
+    from seqtile.install.report import Report
 
 logger = first_rank_logger(__name__)
 
@@ -112,7 +112,7 @@ def load_bare(recipe: Recipe) -> PreTrainedModel:
 
 def tile(model: Any, recipe: Recipe, checkpoint: str | None = None) -> Report | None:
     """Tile the blocks of ``model`` as the recipe says, and install its checkpoints, or those of ``checkpoint``."""
-    from seqtile.models.apply import apply_options
+    from seqtile.install.apply import apply_options
 
     options = recipe.tiling
     if checkpoint is not None:
@@ -132,7 +132,7 @@ def tile_head(model: Any, tokens: int) -> None:
     comparison with the untiled model compares the blocks. A second call changes the size.
     """
     from seqtile._compat import PREPARED_FORWARD
-    from seqtile.models.lm_loss.tiled_loss import TiledLoss
+    from seqtile.lm_loss.tiled_loss import TiledLoss
     from seqtile.tiling import TileRule
 
     rule = TileRule("tokens", tokens)

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from seqtile._compat import GRADIENT_NORM_METHODS, FakeTensor, backward_pass, local_part, storage_key
 from seqtile.devices import allocated_bytes, available_host_bytes, device_bytes, reserved_bytes
-from seqtile.models.discover.decoder_layers import decoder_layers
 from seqtile.planner.phases import causal_model
+from seqtile.recognise.decoder_layers import decoder_layers
 from seqtile.tiling import parse_bytes
 
 SHOWN_TENSORS = 6
@@ -143,7 +143,7 @@ def _frames(error: BaseException) -> Iterator[FrameType]:
 
 def _tiled_block(model: nn.Module, layer: str) -> str:
     """The module of ``layer`` that runs in tiles: its own name, or the layer's where parts of it share a tile."""
-    from seqtile.models.instance import Installed
+    from seqtile.blocks.instance import Installed
 
     for name, module in model.get_submodule(layer).named_modules():
         if name and isinstance(module.__dict__.get("forward"), Installed):

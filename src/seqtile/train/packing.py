@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from seqtile._compat import attention_kind, compute_attention_plainly
 from seqtile._errors import UserError
 from seqtile._log import first_rank_logger
-from seqtile.models.discover.decoder_layers import states_of
+from seqtile.recognise.decoder_layers import states_of
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -19,7 +19,7 @@ from seqtile.planner.phases import ATTENTION, BLOCK, BLOCK_AND_NORMS, HEAD, REST
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from seqtile.models.report import Report
+    from seqtile.install.report import Report
     from seqtile.train.compare_untiled import Comparison, Side
     from seqtile.train.data_summary import DataSummary
     from seqtile.train.recipe import Recipe

@@ -15,7 +15,7 @@ from seqtile.train.run_directory import FSDP_SHARDS, TRAINER_STATE, read_mark
 if TYPE_CHECKING:
     from torch import nn
 
-    from seqtile.models.report import Report
+    from seqtile.install.report import Report
 
 SAMPLED_ROWS = 64
 TILING = tuple(key for key in OptionKeys.model_fields if key not in ("checkpoint", "offload"))

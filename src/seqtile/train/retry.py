@@ -34,7 +34,7 @@ from seqtile.train.run_directory import newest_whole
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from seqtile.models.report import Report
+    from seqtile.install.report import Report
 
 logger = first_rank_logger(__name__)
 

@@ -16,7 +16,7 @@ from seqtile.train.recipe import RECIPE_FILE, Recipe, resolve, save_recipe
 if TYPE_CHECKING:
     from transformers import TrainerCallback
 
-    from seqtile.models.report import Report
+    from seqtile.install.report import Report
     from seqtile.train.compare_untiled import Comparison
     from seqtile.train.metrics import Display
     from seqtile.train.read_data import Data
@@ -236,7 +236,7 @@ def require_packages() -> None:
 
 def _build(recipe: Recipe, output: Path, start: Path | None, display: Display) -> tuple[Any, Report | None]:
     """Data, model, tiling and trainer; each refuses bad input before the next, slower one starts."""
-    from seqtile.models.lm_loss.tiled_loss import find_causal_lms
+    from seqtile.lm_loss.tiled_loss import find_causal_lms
     from seqtile.train.arguments import adapter_config
     from seqtile.train.data import check_ids
     from seqtile.train.load import (
@@ -343,7 +343,7 @@ def _run(
     callbacks: Sequence[TrainerCallback],
     display: Display,
 ) -> Outcome:
-    from seqtile.models.runs import what_ran
+    from seqtile.install.runs import what_ran
     from seqtile.train.callbacks import CheckFirstStep, CheckModel, Clock, StopOnSignal
     from seqtile.train.metrics import Metrics
     from seqtile.train.out_of_memory import is_out_of_memory

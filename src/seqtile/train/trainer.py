@@ -17,10 +17,10 @@ from trl import SFTTrainer  # type: ignore[attr-defined]
 
 from seqtile._errors import RunError, UserError
 from seqtile._log import first_rank_logger
-from seqtile.models.discover.decoder_layers import decoder_layers
-from seqtile.models.runs import what_ran
+from seqtile.install.runs import what_ran
 from seqtile.ops.lm_loss.kept_tokens import IGNORED
 from seqtile.planner.phases import causal_model
+from seqtile.recognise.decoder_layers import decoder_layers
 from seqtile.train.data_summary import DataSummary, summarise
 from seqtile.train.evaluation import Evaluated, exchange_in_evaluations
 from seqtile.train.model_card import write_card

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from seqtile._errors import UserError
-from seqtile.models.apply import apply
-from seqtile.models.discover.candidates import find_blocks
-from seqtile.models.reentrant import non_reentrant
+from seqtile.checkpointing.reentrant import non_reentrant
+from seqtile.install.apply import apply
 from seqtile.options import Only
+from seqtile.recognise.candidates import find_blocks
 from seqtile.verification.compare import NON_REENTRANT, judged, truth_of
 from seqtile.verification.one_step import BlockSizes, Measured, tiled_of
 from seqtile.verification.plain_autograd import without_recompute

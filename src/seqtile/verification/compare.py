@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from seqtile._errors import UserError, expect_module
-from seqtile.models.apply import applied
-from seqtile.models.discover.candidates import find_blocks
-from seqtile.models.reentrant import non_reentrant
+from seqtile.checkpointing.reentrant import non_reentrant
+from seqtile.install.apply import applied
 from seqtile.options import Only
+from seqtile.recognise.candidates import find_blocks
 from seqtile.verification.judge import TIMES, difference, groups, severity
 from seqtile.verification.one_step import BlockSizes, Loss, Measured, fresh, tiled_of
 from seqtile.verification.plain_autograd import without_recompute

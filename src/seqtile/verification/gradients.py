@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from seqtile._compat import is_in_zero12
 from seqtile._errors import UserError, expect_module
 from seqtile._log import first_rank_logger
-from seqtile.models.instance import Installed
-from seqtile.models.layer import TiledLayer
+from seqtile.blocks.instance import Installed
+from seqtile.blocks.layer import TiledLayer
 
 logger = first_rank_logger(__name__)
 

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from seqtile._errors import UserError
+from seqtile.blocks.instance import Installed
 from seqtile.counting import Product, count_live_bytes, count_products
 from seqtile.devices import synchronize
-from seqtile.models.discover.candidates import Candidate
-from seqtile.models.discover.widths import linear_widths
-from seqtile.models.instance import Installed
-from seqtile.models.runs import forget_runs, what_ran
+from seqtile.install.runs import forget_runs, what_ran
+from seqtile.recognise.candidates import Candidate
+from seqtile.recognise.widths import linear_widths
 from seqtile.verification.result import Run
 from seqtile.verification.state import without_dropout
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from seqtile.models.instance import Installed
+from seqtile.blocks.instance import Installed
 from seqtile.ops.plain_tiles import RunTiles, run_in_plain_tiles
 
 

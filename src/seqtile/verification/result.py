@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from seqtile._sentences import PrintsAsSentence
-from seqtile.models.runs import Runs
+from seqtile.install.runs import Runs
 
 
 @dataclass(frozen=True)

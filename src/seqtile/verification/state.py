@@ -11,10 +11,10 @@ from torch import nn
 
 from seqtile._compat import forward_pre_hooks_of, has_gradient_step
 from seqtile._errors import UserError
-from seqtile.activation_checkpointing.policies import standing_checkpointing
-from seqtile.models.apply import undo
-from seqtile.models.instance import Installed
-from seqtile.models.lm_loss.tiled_loss import standing_losses
+from seqtile.blocks.instance import Installed
+from seqtile.checkpointing.policies import standing_checkpointing
+from seqtile.install.apply import undo
+from seqtile.lm_loss.tiled_loss import standing_losses
 
 Standing = list[tuple[nn.Module, dict[str, Any]]]
 """Tiled modules with the attributes that make them so."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from seqtile._errors import expect_tensors
-from seqtile.models.lm_loss.deferred_logits import DeferredLogits
+from seqtile.lm_loss.deferred_logits import DeferredLogits
 from seqtile.ops.lm_loss.kept_tokens import IGNORED, KeptTokens
 from seqtile.ops.lm_loss.logits_tile import LogitScaling
 from seqtile.ops.lm_loss.token_logprobs import HeadInput, TokenScores, token_logprobs

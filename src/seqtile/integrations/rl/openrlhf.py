@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from seqtile.integrations.rl.logits import entropy_of, scores_of
-from seqtile.models.lm_loss.deferred_logits import DeferredLogits
+from seqtile.lm_loss.deferred_logits import DeferredLogits
 
 
 def log_probs_from_logits(logits: Tensor | DeferredLogits, labels: Tensor, temperature: float = 1.0) -> Tensor:

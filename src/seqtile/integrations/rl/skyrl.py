@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from seqtile.integrations.rl.logits import entropy_of, scores_of
-from seqtile.models.lm_loss.deferred_logits import DeferredLogits
+from seqtile.lm_loss.deferred_logits import DeferredLogits
 
 
 def logprobs_from_logits(logits: Tensor | DeferredLogits, labels: Tensor, inplace_backward: bool = True) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from seqtile.integrations.rl.logits import scores_of
-from seqtile.models.lm_loss.deferred_logits import DeferredLogits
+from seqtile.lm_loss.deferred_logits import DeferredLogits
 
 
 def calculate_log_probs_and_entropy(

@@ -1,1 +1,0 @@
-"""What an activation checkpoint keeps and where: attention's output, and inputs of layers on the host."""

@@ -1,0 +1,527 @@
+"""The tiled forward of one instance: asks at each call whether its proof still holds, cuts, and runs an operator."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from operator import is_
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import type_before_parametrizations
+
+from seqtile._compat import (
+    HOOKED_FORWARD,
+    MODULES,
+    PARAMETERS,
+    PER_SEQUENCE,
+    PRE_HOOKS,
+    children_of,
+    in_forward_mode,
+    parameters_of,
+    transform_level,
+)
+from seqtile._log import first_rank_logger
+from seqtile._stand_in import ForwardStandIn
+from seqtile.blocks.call_arguments import Places, by_position
+from seqtile.engines.flat import ParameterSwap, call_with_weights, named_weights
+from seqtile.engines.granularity import refuse_gathering_inside
+from seqtile.engines.zero3 import unmark_leaf
+from seqtile.engines.zero12 import reduces_as_they_arrive
+from seqtile.ops.fused_norm import fused_norm
+from seqtile.ops.mlp import FusedWeights, fused_mlp
+from seqtile.ops.rng import RowWise
+from seqtile.ops.tile_checkpoint import run_in_tiles
+from seqtile.ops.token_tiles import refuse_trace
+from seqtile.recognise.chain import Chain
+from seqtile.recognise.known_kernels import own_forward
+from seqtile.recognise.live_weights import row_wise
+from seqtile.recognise.proof import Mode, Proof, autocast_dtype, prove
+from seqtile.recognise.snapshot import Snapshot
+from seqtile.tiling import FUSED_WIDTHS, LIVE_WIDTHS, BlockShape, KeepRule, TileRule
+
+logger = first_rank_logger(__name__)
+_NONE: Mapping[str, Tensor] = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How one block is tiled.
+
+    Attributes:
+        rule: where the cuts are.
+        keep: how many tiles keep gate and up.
+        path: ``"auto"``, ``"fused"`` or ``"generic"``.
+        hidden: width of the block's input.
+        intermediate: width of its widest tensor per token.
+        experts: whether it is a group of routed experts.
+        name: qualified name of the block.
+        layer: qualified name of the decoder layer around it, or "".
+        trusted: whether its caller vouches for it, where nothing is known of it.
+    """
+
+    rule: TileRule
+    keep: KeepRule
+    path: str
+    hidden: int
+    intermediate: int
+    experts: bool = False
+    name: str = ""
+    layer: str = ""
+    trusted: bool = False
+
+    def shape(self, x: Tensor, weights: Sequence[Tensor], fused: bool, lanes: int = 1) -> BlockShape:
+        """What the tile rule needs to know, from what the block is at this call."""
+        return BlockShape(
+            hidden=self.hidden,
+            intermediate=self.intermediate * lanes,
+            itemsize=x.element_size(),
+            weight_numel=sum([weight.numel() for weight in weights]),
+            weight_itemsize=min([weight.element_size() for weight in weights] or [4]),
+            device_type=x.device.type,
+            live_widths=FUSED_WIDTHS if fused else LIVE_WIDTHS,
+        )
+
+
+_thread = threading.local()
+
+
+def inside_a_tile() -> bool:
+    """Whether a layer runs a tile of its sequence in this thread: what is tiled inside it then runs whole."""
+    return getattr(_thread, "inside", False)
+
+
+@contextmanager
+def inside() -> Iterator[None]:
+    """Around one tile of a layer."""
+    was_inside, _thread.inside = inside_a_tile(), True
+    try:
+        yield
+    finally:
+        _thread.inside = was_inside
+
+
+@dataclass(frozen=True)
+class Operands:
+    """What one call computes with.
+
+    Attributes:
+        fused: what the operator of an MLP or of a norm takes; None where the generic operator runs.
+        not_fused: why the MLP's operator cannot run now, if it was asked for.
+        trained: the weights that train.
+        shape: what the tile rule needs to know.
+        dense_bytes: of the packed weights, once they are made dense.
+    """
+
+    fused: FusedWeights | RowWise | None
+    not_fused: str
+    trained: tuple[Tensor, ...]
+    shape: BlockShape
+    dense_bytes: int
+
+
+class Verdict:
+    """What is known of a chain in one mode, and what its last call computed with.
+
+    Attributes:
+        chain: what runs.
+        proof: what is known of it.
+        snapshot: what the proof rests on.
+        refusal: why it must not be tiled, or "".
+    """
+
+    def __init__(self, chain: Chain, proof: Proof, snapshot: Snapshot, refusal: str) -> None:
+        self.chain, self.proof, self.snapshot, self.refusal = chain, proof, snapshot, refusal
+        self._tensors: list[Tensor] = []
+        self._operands: Operands | None = None
+
+    def forget_weights(self) -> None:
+        self._tensors, self._operands = [], None
+
+    def operands(
+        self, setting: Setting, x: Tensor, lanes: int, computed: Mapping[str, Tensor], fuses_norms: bool
+    ) -> Operands:
+        """The live weights; while the modules' tensors are the same objects, those of the last call.
+
+        Engines put others in their places, empty them, or hide them behind attributes.
+        """
+        tensors = self.snapshot.tensors()
+        same = len(tensors) == len(self._tensors) and all(map(is_, tensors, self._tensors))
+        if same and self._operands is not None and all(map(Tensor.numel, tensors)):
+            return self._operands
+        self.forget_weights()
+        fused: FusedWeights | RowWise | str | None = None
+        if fuses_norms and self.proof.norm is not None:
+            fused = row_wise(self.chain.modules[0], self.proof.norm)
+        elif setting.path != "generic" and not setting.experts:
+            formula = self.proof.formula
+            fused = formula if isinstance(formula, str) else formula.weights(self.chain, x.dtype)
+        mlp = fused if isinstance(fused, FusedWeights) else None
+        trained = trained_weights(self.chain, computed)
+        operands = Operands(
+            fused=None if isinstance(fused, str) else fused,
+            not_fused=fused if isinstance(fused, str) and not fuses_norms else "",
+            trained=trained,
+            shape=setting.shape(x, trained, mlp is not None, lanes),
+            dense_bytes=mlp.packed_numel * x.element_size() if mlp is not None else 0,
+        )
+        if mlp is not None and not operands.dense_bytes:
+            leaves = {id(tensor) for tensor in tensors if tensor.is_leaf}  # others would keep a graph alive
+            if all(id(weight) in leaves for weight in mlp.split[0]):  # no views of FSDP1's flat parameter
+                self._tensors, self._operands = tensors, operands
+        return operands
+
+
+def trained_weights(chain: Chain, computed: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+    """The weights of a chain that train, those included that were computed for this call."""
+    live = [weight for module in chain.modules for _, weight in named_weights(module)]
+    return tuple([weight for weight in (*live, *computed.values()) if weight.requires_grad])
+
+
+class Installed(ForwardStandIn):
+    """Base of the tiled forwards: puts itself into an instance, remembers what was there, and restores it."""
+
+    most_tiles = most_tokens = 0
+    """Of any call: how many tiles it was cut into, and how many tokens it had."""
+
+    compiled = False
+    """Whether torch.compile has compiled it without what :attr:`left_out_compiled` says."""
+
+    left_out_compiled = (
+        "where torch.compile compiles a tiled block, PyTorch's checkpoint per tile runs in place of the fused operator"
+    )
+    """For the report."""
+
+    owner = "apply"
+    """Which call put it there: another :func:`seqtile.apply` leaves ``"tile_module"``'s."""
+
+    def __init__(self, module: nn.Module, setting: Setting) -> None:
+        super().__init__(module)
+        self.setting = setting
+        self._verdicts: dict[Mode, Verdict] = {}
+        self._last: Verdict | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_verdicts": {}, "_last": None, "_view": None}  # of this very module
+
+    def remove(self) -> None:
+        """Put every attribute back as it was."""
+        unmark_leaf(self.module)
+        attributes = self.module.__dict__
+        if attributes.get(HOOKED_FORWARD) is self:  # accelerate's hooks were put around it
+            attributes[HOOKED_FORWARD] = self.original
+            self.before["forward"] = attributes["forward"]
+        for name in self.changed:
+            attributes.pop(name, None)
+        attributes.update(self.before)
+
+    takes_norm = False
+    """Whether it can be called with ``norm_before=``, the norm of its input, which then runs inside."""
+
+    def inside(self) -> list[tuple[str, nn.Module]]:
+        """(name, module) of everything that runs inside a tile, without the block itself."""
+        return [(name, module) for name, module in self.module.named_modules() if name]
+
+    def check(self, *besides: tuple[str, nn.Module]) -> None:
+        """Raise where an engine would gather weights at every tile, or where a trace would fix the tiles.
+
+        Args:
+            *besides: (name, module) of what runs inside in this call alone.
+        """
+        if not torch.compiler.is_compiling():
+            self.refuse_copies()
+            if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+                refuse_trace()
+            inner = [*self.inside(), *besides]
+            refuse_gathering_inside(inner, block=self.setting.name, layer=self.setting.layer)
+
+    def run(
+        self,
+        chain: Chain,
+        tensors: Sequence[Tensor],
+        call: Callable[[list[Tensor]], Any],
+        untiled: Callable[[], Any],
+        lanes: int = 1,
+        mode: Mode | None = None,
+        computed: Mapping[str, Tensor] = _NONE,
+    ) -> Any:
+        """Run ``call``, which is ``chain``, on tiles of ``tensors``.
+
+        Args:
+            chain: what runs.
+            tensors: what is split.
+            call: ``chain`` on tiles.
+            untiled: the call as its caller made it.
+            lanes: rows per token.
+            mode: how it runs, where that is not to be read from ``tensors``.
+            computed: weights that were computed for this call, in place of the modules' own of these names.
+        """
+        if inside_a_tile():
+            return untiled()
+        if torch.compiler.is_compiling():
+            return self._run_compiled(chain, tensors, call, untiled, lanes, computed)
+        if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+            refuse_trace()
+        x, keep = tensors[0], self.setting.keep
+        if reason := _why_uncut(x):
+            return self._run_untiled(reason, untiled)
+        verdict = self.verdict(chain, mode or mode_of(tensors))
+        if verdict.refusal:
+            return self._run_untiled(verdict.refusal, untiled)
+        operands = verdict.operands(self.setting, x, lanes, computed, self.fuses_norms)
+        if operands.not_fused and self.falls_back and self.is_news(operands.not_fused):
+            logger.warning("%s now runs the generic operator: %s", self.setting.name, operands.not_fused)
+        tokens = x.shape[:-1].numel()
+        sizes = self.setting.rule.tile_sizes(tokens, operands.shape)
+        self.most_tiles, self.most_tokens = max(self.most_tiles, len(sizes)), max(self.most_tokens, tokens)
+        if not sizes and tokens and reduces_as_they_arrive(operands.trained):
+            sizes = (tokens,)  # one tile, not none: another rank's batch may be tiled
+        if not sizes:
+            return untiled()
+        fused = operands.fused
+        if fused is None or self.plainly is not None:
+            return self._in_tiles(chain.modules, tensors, call, sizes, computed, isinstance(fused, FusedWeights))
+        if isinstance(fused, RowWise):
+            assert verdict.proof.graph is not None
+            return fused_norm(x, fused, verdict.proof.graph.outputs[2][2], sizes)
+        dense = operands.dense_bytes
+        kept_share = keep.share(sizes, operands.shape, dense)
+        return fused_mlp(x, fused, sizes, keep=kept_share, holds_dense=keep.holds_dense(dense))
+
+    def verdict(self, chain: Chain, mode: Mode) -> Verdict:
+        """What is known of ``chain`` in this mode: what was known at its last call, while the modules are the same.
+
+        Cost:
+            Where they are, some 10 µs; where they are not, see :func:`seqtile.recognise.proof.prove`.
+        """
+        verdict = self._verdicts.get(mode)
+        if verdict is None or verdict.chain != chain or not verdict.snapshot.holds():
+            verdict = self._judge(chain, mode)
+        if verdict is not self._last:
+            if self._last is not None:
+                self._last.forget_weights()  # which may be replaced before that mode runs again
+            self._last = verdict
+        return verdict
+
+    def _judge(self, chain: Chain, mode: Mode) -> Verdict:
+        """The verdict on modules that are new or have changed."""
+        self.check()  # only here: an engine that gathers inside has changed a class, a child or an attribute
+        previous = self._verdicts.get(mode)
+        if len(self._verdicts) > 8 or (previous is not None and not previous.snapshot.holds()):
+            self._verdicts.clear()  # the other modes' weights may be gone too
+        setting, modules = self.setting, chain.modules
+        snapshot, proof, refusal = Snapshot(modules), prove(chain, mode, trusted=setting.trusted), ""
+        if proof.why_not and (proof.refuted or not setting.trusted):
+            refusal = proof.why_untiled(setting.name)
+        if argument := _argument_per_sequence(modules):
+            refusal = f"PEFT hands its adapters one entry per sequence ({argument}), which tiles do not keep"
+        verdict = self._verdicts[mode] = Verdict(chain, proof, snapshot, refusal)
+        return verdict
+
+    def _run_compiled(
+        self, chain: Chain, tensors: Sequence[Tensor], call: Callable[[list[Tensor]], Any],
+        untiled: Callable[[], Any], lanes: int, computed: Mapping[str, Tensor],
+    ) -> Any:  # fmt: skip
+        """:meth:`run` inside the graph that torch.compile writes down: the generic operator alone."""
+        if self.falls_back:
+            self.note_compiled()
+        x = tensors[0]
+        kinds = [(tensor.dim(), tensor.dtype) for tensor in tensors]
+        if not self._is_proven(kinds, bool(chain.call), x.device, torch.is_grad_enabled()):
+            return untiled()
+        trained, tokens = trained_weights(chain, computed), x.shape[:-1].numel()
+        sizes = self.setting.rule.tile_sizes(tokens, self.setting.shape(x, trained, False, lanes))
+        if not sizes and tokens and reduces_as_they_arrive(trained):
+            sizes = (tokens,)
+        return self._in_tiles(chain.modules, tensors, call, sizes, computed, False) if sizes else untiled()
+
+    def _in_tiles(
+        self, modules: Sequence[nn.Module], tensors: Sequence[Tensor], call: Callable[[list[Tensor]], Any],
+        sizes: tuple[int, ...], computed: Mapping[str, Tensor], fused: bool,
+    ) -> Any:  # fmt: skip
+        """The generic operator; where :attr:`plainly` is set, that in its place."""
+        computed_names = frozenset(computed)  # a closure over the tensors would keep them until the backward
+
+        def live_weights() -> dict[str, Tensor]:
+            live = {}
+            for number, module in enumerate(modules):
+                live.update({f"{number}.{name}": weight for name, weight in named_weights(module)})
+            return {name: weight for name, weight in live.items() if name not in computed_names}
+
+        def run(tiles: Sequence[Tensor], aliases: Mapping[str, Tensor]) -> Any:
+            if not aliases:
+                return call(list(tiles))
+            return call_with_weights(ParameterSwap(modules), aliases, (call, list(tiles)))
+
+        if self.plainly is not None:
+            plain = (lambda tiles, aliases: run(tiles, {**computed, **aliases})) if computed else run
+            return self.plainly(plain, tensors, sizes, fused)
+        return run_in_tiles(run, tensors, sizes, live_weights, computed)
+
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def note_compiled(self) -> bool:
+        """Note, outside the graph that the compiler writes, that :attr:`left_out_compiled` is so.
+
+        An attribute that is set while a checkpointed layer is compiled leaves all of the layer uncompiled.
+        """
+        self.compiled = True
+        return True
+
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def _is_proven(
+        self, kinds: Sequence[tuple[int, torch.dtype]], has_settings: bool, device: torch.device, gradients: bool
+    ) -> bool:
+        """Whether the block is proven as it is now; asked when the compiler writes down a call, outside its graph.
+
+        The compiler guards what the block's own code reads, so that a change leads here again.
+        """
+        setting = self.setting
+        if not setting.experts and (len(kinds) > 1 or has_settings):
+            refusal = "torch.compile calls it with more than hidden states, for which it is not proven"
+        else:
+            (dim, dtype), *_ = kinds
+            axes: tuple[int | str, ...] = _AXES.get(dim) or ("b",) * (dim - 1)
+            mode = Mode((((*axes, setting.hidden), dtype),), device, autocast_dtype(device.type), gradients)
+            chain = Chain(((setting.name, self.module),), "experts" if setting.experts else "block")
+            refusal = self.verdict(chain, mode).refusal
+        if refusal:
+            self._log_untiled(refusal)
+        return not refusal
+
+    def _run_untiled(self, reason: str, untiled: Callable[[], Any]) -> Any:
+        self._log_untiled(reason)
+        return untiled()
+
+    def _log_untiled(self, reason: str) -> None:
+        if self.is_news(reason):
+            logger.warning("%s runs untiled: %s", self.setting.name, reason)
+
+    fuses_norms = False
+    """Whether a block that is a norm and nothing else runs by the norm's own operator."""
+
+    plainly: Callable[..., Any] | None = None
+    """Runs the tiles in the operators' place, as (run, tensors, sizes, whether they would be fused): for ``verify``."""
+
+    falls_back = False
+    """Whether the report said "fused", so that running the generic operator is news."""
+
+    def note(self) -> str:
+        return f"tile={self.setting.rule}"
+
+    @property
+    def __code__(self) -> Any:
+        raise AttributeError(_NO_SOURCE)
+
+    __globals__ = __code__
+
+
+def installed_forwards(model: nn.Module) -> list[Installed]:
+    """The tiled forwards of a model, also where accelerate put a hook's forward around one; the outer one first."""
+    installed = []
+    for module in model.modules():
+        for name in ("forward", HOOKED_FORWARD):
+            forward = module.__dict__.get(name)
+            while isinstance(forward, Installed):
+                installed.append(forward)
+                forward = forward.before.get("forward")
+    return installed
+
+
+_NO_SOURCE = (
+    "torch.export and torch.jit.script read a block's source, and a tiled block has none of its own; give them the "
+    "untiled model, seqtile.undo(model) first and seqtile.apply again afterwards, or export a module around the block"
+)
+
+
+_AXES: dict[int, tuple[str, ...]] = {2: ("bs",), 3: ("b", "s"), 4: ("b", "m", "s")}
+"""The token axes in each leading dimension, by dimensions; more than three are more than a trace tells apart."""
+
+
+def mode_of(tensors: Sequence[Tensor], constants: Sequence[Tensor] = ()) -> Mode:
+    """How a call with these tensors runs; the first ones are split along all but the last dimension."""
+    x = tensors[0]
+    inputs: list[Any] = []
+    for tensor in tensors:
+        axes = _AXES.get(tensor.dim()) or ("b",) * (tensor.dim() - 1)
+        inputs.append(((*axes, tensor.shape[-1]), tensor.dtype))
+    for constant in constants:
+        inputs.append((tuple(constant.shape), constant.dtype))
+    return Mode(tuple(inputs), x.device, autocast_dtype(x.device.type), torch.is_grad_enabled())
+
+
+class TiledForward(Installed):
+    """``forward`` of one position-wise module, over tiles of tokens."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module, original, computed = self.module, self.original, _NONE
+        if not torch.compiler.is_compiling():
+            self.refuse_copies()
+            if hasattr(module, "parametrizations"):
+                module, original, computed = self._outside_parametrizations()
+        if kwargs and not args:
+            args, kwargs = by_position(original, kwargs)
+        places = Places(args, kwargs)
+        if places.why_whole:
+            self._log_untiled(places.why_whole)
+        if places.why_whole or not places.names:
+            return self.original(*args, **kwargs)
+        tensors = places.take()
+
+        def call(tiles: list[Tensor]) -> Any:
+            tile_args, tile_kwargs = places.fill(tiles)
+            return original(*tile_args, **tile_kwargs)
+
+        if self.setting.experts:
+            chain = Chain(((self.setting.name, module),), "experts")
+        elif len(args) > 1 or kwargs:
+            chain = Chain(((self.setting.name, module),), arguments=places, call=places.key)
+        else:
+            chain = Chain(((self.setting.name, module),))
+        mode = mode_of(tensors, places.constants()) if places.whole else None
+        return self.run(chain, tensors, call, lambda: self.original(*args, **kwargs), mode=mode, computed=computed)
+
+    def _outside_parametrizations(self) -> tuple[nn.Module, Callable[..., Any], dict[str, Tensor]]:
+        """A view of the module without its parametrisations, its forward, and the weights that they compute.
+
+        PEFT's ``target_parameters`` puts them on experts for the length of a call, and a recompute comes later.
+        """
+        module = self.module
+        if self._view is None:
+            self._view = object.__new__(type_before_parametrizations(module))
+        view, attributes = self._view, self._view.__dict__
+        attributes.clear()
+        attributes.update(module.__dict__)
+        attributes.pop("forward")
+        attributes[MODULES] = {name: child for name, child in children_of(module).items() if name != "parametrizations"}
+        originals = {name: parametrization.original for name, parametrization in module.parametrizations.items()}
+        attributes[PARAMETERS] = {**parameters_of(module), **originals}
+        forward = getattr(own_forward(module), "__func__", type(view).forward)
+        return view, partial(forward, view), {f"0.{name}": getattr(module, name) for name in originals}
+
+    _view: nn.Module | None = None
+    """The module as it is outside its parametrisations; the same at every call, as a proof rests on it."""
+
+
+def _why_uncut(x: Tensor) -> str:
+    """Why tiles would not compute what a call with this input does, or ""."""
+    if x.is_nested:
+        return "it was called with a nested tensor, which has no rows to cut"
+    if transform_level() is not None or in_forward_mode():
+        return "a transform of torch.func or forward-mode derivatives run, which tiles do not carry"
+    return ""
+
+
+def _argument_per_sequence(modules: Iterable[nn.Module]) -> str:
+    """The argument with one entry per sequence that a hook of PEFT's adds to the adapters' calls, or ""."""
+    for outer in modules:
+        for module in outer.modules():
+            for hook in module.__dict__[PRE_HOOKS].values():
+                for name in hook.keywords if isinstance(hook, partial) else ():
+                    if name in PER_SEQUENCE:
+                        return str(name)
+    return ""

@@ -1,0 +1,1 @@
+"""Activation checkpoints: what is kept, recomputed or copied to the host."""

@@ -1,0 +1,360 @@
+"""Change what the activation checkpoints of one model keep, and where; undo it.
+
+Transformers' models, their trainers, TRL and PEFT all switch checkpointing on through one method of the model
+instance, ``_set_gradient_checkpointing``. An object in its place changes the checkpoint function on the way to the
+layers, so that it does not matter who switches it on, nor when.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from seqtile._compat import (
+    CHECKPOINT_FUNCTION,
+    HOOKS_SEE_WHAT_IS_KEPT,
+    INPUT_HOOKS,
+    SET_CHECKPOINTING,
+    active_fake_mode,
+    attention_is_exchangeable,
+    attention_kind,
+)
+from seqtile._effects import Named, Watched, outermost, split_frozen, which
+from seqtile._errors import UserError
+from seqtile.checkpointing.host_offload import HostMemory
+from seqtile.checkpointing.keep_attention import AttentionSaved, kept_per_token
+from seqtile.ops.attention.backends import FLEX, attention_sentences, has_long_mask, without_wrong_kernel
+from seqtile.ops.attention.kernel_calls import names_of_kernels
+
+_POLICY_MARK = "_seqtile_checkpointing"
+
+
+def find_checkpointed(model: nn.Module) -> Named:
+    """(name, module) of the outermost models in ``model`` whose own class switches activation checkpointing on.
+
+    Asked of the class: PEFT's models, ``torch.compile``'s and other wrappers hand any attribute on to the model inside,
+    so an instance of theirs would answer too, and what is set on it would reach no layer.
+    """
+
+    def checkpoints(module: nn.Module) -> bool:
+        model_class = type(module)
+        return callable(getattr(model_class, SET_CHECKPOINTING, None)) and getattr(
+            model_class, "supports_gradient_checkpointing", False
+        )
+
+    return outermost(model, checkpoints)
+
+
+def check_checkpointing(model: nn.Module, policy: str | None, offload: bool | int) -> None:
+    """Refuse what cannot be done, before anything is changed.
+
+    Raises:
+        UserError: no model that checkpoints, or attention without a kernel whose output could be kept.
+    """
+    if policy is None and not offload:
+        return
+    models = find_checkpointed(model)
+    if not models:
+        raise UserError(
+            f"{type(model).__name__} holds no model of transformers with activation checkpointing; leave checkpoint "
+            "and offload out"
+        )
+    chosen = [module for _, module in split_frozen(models)[0]]
+    plain = next((module for module in chosen if attention_kind(module) == "eager"), None)
+    if policy == "attention-saved" and plain is not None:
+        if not attention_is_exchangeable(type(plain)):
+            raise UserError(
+                "checkpoint='attention-saved' keeps the output of an attention kernel, but this model has no attention "
+                "or code of its own for it; use checkpoint='full'"
+            )
+        raise UserError(
+            "checkpoint='attention-saved' keeps the output of an attention kernel, but this model computes attention "
+            "by plain products (attn_implementation='eager'); load it with attn_implementation='sdpa'"
+        )
+
+
+def install_checkpointing(model: nn.Module, policy: str | None, offload: bool | int) -> str:
+    """Have the activation checkpoints of ``model`` follow ``policy``; switches checkpointing on if it is off.
+
+    Returns:
+        What was done, in words.
+    """
+    chosen, frozen = split_frozen(find_checkpointed(model))
+    for _, module in chosen:
+        checkpointing = Checkpointing(module, policy or "full", offload)
+        checkpointing.install()
+    return checkpointing.describe() + which(chosen, frozen)
+
+
+def standing_checkpointing(model: nn.Module) -> list[Checkpointing]:
+    """What :func:`install_checkpointing` put on the modules of ``model``."""
+    return [module.__dict__[_POLICY_MARK] for module in model.modules() if _POLICY_MARK in module.__dict__]
+
+
+def remove_checkpointing(model: nn.Module) -> None:
+    """Restore the checkpoint functions, and switch checkpointing off again if it was off."""
+    for policy in standing_checkpointing(model):
+        policy.remove()
+
+
+class Checkpointing(Watched):
+    """Stands in for ``_set_gradient_checkpointing`` of one model.
+
+    Args:
+        module: the model.
+        policy: ``"full"`` or ``"attention-saved"``.
+        offload: layer inputs (and kept attention outputs) wait on the host; a number is the bytes allowed there.
+    """
+
+    def __init__(self, module: nn.Module, policy: str, offload: bool | int) -> None:
+        super().__init__(module)
+        self.policy, self.offload = policy, bool(offload)
+        self.host = HostMemory(0 if isinstance(offload, bool) else offload) if offload else None
+        self.attention = AttentionSaved(self.host) if policy == "attention-saved" else None
+        self.switched_on = False
+        self.calls = 0  # of layers' checkpoints while gradients are recorded
+        self.hooks: list[Any] = []
+        self.attention_ran: frozenset[str] | None = None  # as in a tiled layer
+        self._looks_left: int | None = None  # calls in which attention's operators are still looked for
+
+    def install(self) -> None:
+        module = self.module
+        on = _is_on(module)
+        self.watch()
+        module.__dict__[_POLICY_MARK] = self
+        module.__dict__[SET_CHECKPOINTING] = self
+        if on:
+            self._change(lambda former: former if _ours(former) else self.around(former))
+        else:
+            self.before = {name: module.__dict__[name] for name in INPUT_HOOKS if name in module.__dict__}
+            enable = getattr(module, "activation_checkpointing_enable", None) or module.gradient_checkpointing_enable
+            enable()
+            self.switched_on = not on
+            self.hooks = list(module.__dict__.get(INPUT_HOOKS[0]) or ())
+
+    def remove(self) -> None:
+        self.unwatch()
+        attributes = self.module.__dict__
+        for name in (_POLICY_MARK, SET_CHECKPOINTING):
+            attributes.pop(name, None)
+        if self.switched_on:
+            self.module.gradient_checkpointing_disable()
+            if attributes.get(INPUT_HOOKS[0]) == self.hooks:  # else other code has registered its own since then
+                for name in INPUT_HOOKS:
+                    attributes.pop(name, None)
+                attributes.update(self.before)
+            for hook in self.hooks:
+                if hook not in self.before.get(INPUT_HOOKS[0], ()):
+                    hook.remove()
+        else:
+            self._change(lambda former: former.keywords["_seqtile_former"] if _ours(former) else former)
+
+    def _change(self, change: Callable[[Any], Any]) -> None:
+        for module in self.module.modules():
+            former = module.__dict__.get(CHECKPOINT_FUNCTION)
+            if former is not None:
+                module.__dict__[CHECKPOINT_FUNCTION] = change(former)
+
+    def __call__(
+        self, enable: bool = True, gradient_checkpointing_func: Callable[..., Any] = checkpoint, **others: Any
+    ) -> Any:
+        """What transformers calls to hand its checkpoint function to the layers."""
+        self.switched_on = False  # other code enabled or disabled checkpointing: it stays so when we are removed
+        original = getattr(type(self.module), SET_CHECKPOINTING)
+        function = self.around(gradient_checkpointing_func) if enable else gradient_checkpointing_func
+        return original(self.module, enable=enable, gradient_checkpointing_func=function, **others)
+
+    def around(self, function: Any) -> Any:
+        """A layer's checkpoint function with this policy.
+
+        Raises:
+            UserError: two settings that exclude each other.
+        """
+        keywords = dict(getattr(function, "keywords", {}))
+        base = getattr(function, "func", function)
+        if self.offload and base is not checkpoint:
+            raise UserError(
+                "both seqtile's offload and the offload of gradient_checkpointing_kwargs are on; drop one of them"
+            )
+        if self.attention is not None:
+            if keywords.get("use_reentrant"):
+                raise UserError(
+                    "checkpoint='attention-saved' needs the non-reentrant activation checkpoint, got "
+                    "use_reentrant=True; pass use_reentrant=False"
+                )
+            keywords["use_reentrant"] = False
+            if "context_fn" in keywords:
+                self.warn("another library's context_fn (TRL's 'selective') decides what a checkpoint keeps")
+            else:
+                keywords["context_fn"] = self.attention
+        if "context_fn" in keywords and base is checkpoint:
+            keywords = HOOKS_SEE_WHAT_IS_KEPT | keywords
+        return functools.partial(self.run, base, **keywords, _seqtile_former=function)
+
+    def run(
+        self, base: Callable[..., Any], function: Callable[..., Any], *args: Any, _seqtile_former: Any, **kwargs: Any
+    ) -> Any:
+        """One layer's checkpoint."""
+        if torch.compiler.is_compiling():
+            self._note_call()
+            if self.attention is not None or self.host is not None:
+                return self._uncompiled(base, function, args, kwargs)
+        elif torch.is_grad_enabled():
+            self.calls += 1
+        if self.host is not None:
+            function, args = _hidden_states_first(function, args)
+        bound = getattr(function, "keywords", {})  # transformers binds what it passes to a layer by name
+        if has_long_mask((*args, *kwargs.values(), *bound.values())):
+            function = functools.partial(without_wrong_kernel, function)
+        if not self._looks():
+            return self._run(base, function, args, kwargs)
+        attention = attention_kind(self.module)
+        if attention == FLEX:  # compiled, so that nothing is seen of it
+            self.attention_ran = frozenset({FLEX})
+            return self._run(base, function, args, kwargs)
+        with names_of_kernels() as names:
+            result = self._run(base, function, args, kwargs)
+        if names or attention == "eager":
+            self.attention_ran = frozenset(names)
+        return result
+
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def _note_call(self) -> bool:
+        """Note a call outside the graph: dynamo would guard on the count, and compile again at every call."""
+        self.calls = 1
+        return True
+
+    def _looks(self) -> bool:
+        """Whether attention's operators are noted in this call: until a layer has some, at most once for each layer."""
+        if self.attention is not None or self.attention_ran is not None or self._looks_left == 0:
+            return False
+        if torch.compiler.is_compiling() or active_fake_mode() is not None or not torch.is_grad_enabled():
+            return False
+        self._looks_left = (self.layers() if self._looks_left is None else self._looks_left) - 1
+        return True
+
+    def _run(self, base: Callable[..., Any], function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        if self.host is None or not torch.is_grad_enabled():
+            return base(function, *args, **kwargs)
+        hidden = next((value for value in args if _is_floating(value)), None)
+        if hidden is None:
+            return base(function, *args, **kwargs)
+        nbytes = hidden.numel() * hidden.element_size()
+        if self.attention is not None:
+            text = self.module.config.get_text_config()
+            tokens, width = hidden.numel() // hidden.shape[-1], hidden.shape[-1]
+            nbytes += tokens * kept_per_token(text, hidden.element_size(), width)
+        self.host.check(nbytes, self.layers, hidden.device)
+        self.host.begin_layer()
+        pack, unpack = _hooks_for_input(hidden, self.host)
+        with saved_tensors_hooks(pack, unpack):
+            return base(function, *args, **kwargs)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _uncompiled(self, base: Callable[..., Any], function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Dynamo takes neither a policy of what a checkpoint keeps nor hooks on what it saves."""
+        option = "offload" if self.attention is None else "checkpoint='attention-saved'"
+        self.warn(f"{option} runs the decoder layers uncompiled; with torch.compile use checkpoint='full' alone")
+        return self.run(base, function, *args, _seqtile_former=None, **kwargs)
+
+    def layers(self) -> int:
+        """Layers that are checkpointed."""
+        return sum(
+            bool(getattr(module, "gradient_checkpointing", False))
+            for module in self.module.modules()
+            if CHECKPOINT_FUNCTION in module.__dict__ and not hasattr(type(module), SET_CHECKPOINTING)
+        )
+
+    def describe(self) -> str:
+        """For the report."""
+        phrases = []
+        if self.attention is not None:
+            phrases.append("attention's output kept, not recomputed")
+        if self.offload:
+            phrases.append("layer inputs on the host" + (", attention's output too" if self.attention else ""))
+        return "; ".join(phrases) or "plain activation checkpoints"
+
+    def without_effect(self) -> str:
+        saved, names = self.attention, [f"checkpoint={self.policy!r}"] + ["offload"] * self.offload
+        if not self.calls:
+            why = "no layer calls an activation checkpoint" if _is_on(self.module) else "checkpoints are switched off"
+            return (
+                f"{' and '.join(names)} did nothing in the first training step of {type(self.module).__name__}: {why}"
+            )
+        if saved is not None and saved.calls and not saved.saved:
+            return (
+                "attention-saved has found no attention kernel in the layers: nothing was kept, all is recomputed; "
+                "load the model with attn_implementation='sdpa' or a FlashAttention"
+            )
+        if self.host is not None and not self.host.ever_parked:
+            return "offload parked nothing in the first training step: " + (
+                f"offload='memory:{self.host.budget}B' has no room for a layer's input"
+                if self.host.budget
+                else "the layers' checkpoints take no hidden states"
+            )
+        return ""
+
+    def notes(self) -> list[str]:
+        saved, notes = self.attention, self.warnings()
+        if self.host is not None and self.host.ever_parked:
+            notes.append(f"on the host: {self.host.ever_parked / self.calls / 2**20:.3g} MiB per layer and forward")
+        if self.attention_ran is not None:
+            return notes + attention_sentences(self.attention_ran)
+        if saved is None or not saved.saved:
+            return notes
+        kept = f"attention's output: {saved.saved_bytes / saved.calls / 2**20:.3g} MiB kept per layer and forward"
+        return [*notes, kept, *attention_sentences(saved.operators)]
+
+
+def _hooks_for_input(hidden: Tensor, host: HostMemory) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
+    """Hooks that park the layer's input and leave everything else that is saved here where it is."""
+    storage = (hidden.data_ptr(), hidden.shape, hidden.dtype)
+
+    def pack(tensor: Tensor) -> Any:
+        is_hidden = (tensor.data_ptr(), tensor.shape, tensor.dtype) == storage
+        return host.park(tensor) if is_hidden and host.has_room(tensor) else tensor
+
+    def unpack(packed: Any) -> Tensor:
+        return packed if isinstance(packed, Tensor) else packed.take()
+
+    return pack, unpack
+
+
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def _hidden_states_first(function: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    """The call with its hidden states by position: what a layer is called with by name, a checkpoint does not save."""
+    bound = getattr(function, "keywords", None)
+    if not bound or any(map(_is_floating, args)):
+        return function, args
+    floating = [name for name, value in bound.items() if _is_floating(value)]
+    if not floating:
+        return function, args
+    name = max(floating, key=lambda name: bound[name].requires_grad)  # the first of those, else the first
+    by_name = functools.partial(function.func, *function.args, **{k: v for k, v in bound.items() if k != name})
+    return functools.partial(_by_name, by_name, name), (bound[name], *args)
+
+
+def _by_name(function: Callable[..., Any], name: str, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs, **{name: hidden})
+
+
+def _ours(function: Any) -> bool:
+    return "_seqtile_former" in getattr(function, "keywords", {})
+
+
+def _is_on(module: Any) -> bool:
+    """Whether checkpointing is on; Transformers 5.0 has the old name alone, 5.23 a new one too, and the old one warns:
+
+    https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/modeling_utils.py
+    """
+    new = getattr(module, "is_activation_checkpointing", None)
+    return bool(getattr(module, "is_gradient_checkpointing", False) if new is None else new)

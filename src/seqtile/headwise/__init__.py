@@ -1,0 +1,1 @@
+"""Attention by groups of heads: recogniser and installer."""

@@ -1,0 +1,1 @@
+"""``apply``, ``tile_module`` and ``undo``: a model's blocks are changed, reported and restored."""

@@ -1,0 +1,106 @@
+"""Adapters (PEFT) on a model: where they are left out, because they would not train or not run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from seqtile._compat import refuses_adapter
+from seqtile.recognise.decoder_layers import decoder_layers
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+ALL_LINEAR = "all-linear"
+_MAMBA_2 = "mamba2"
+"""The model type by which PEFT is asked about every Mamba-2 mixer, whatever model it is in."""
+
+
+def lora_config(
+    model: nn.Module, *, r: int, alpha: float | None, dropout: float, target_modules: str | Sequence[str]
+) -> LoraConfig:
+    """PEFT's configuration of low-rank adapters for ``model``.
+
+    With ``"all-linear"`` two kinds of layers are left out. The fused kernel of Mamba-2 takes the weight of ``out_proj``
+    itself and passes the adapter by: PEFT refuses it in five model types, here in every Mamba-2 mixer. A router that
+    inherits from ``nn.Linear`` returns scores and choices, to which PEFT cannot add. Layers that are given by name are
+    PEFT's to refuse.
+
+    Args:
+        model: without adapters; its weights may be on the meta device.
+        r: rank.
+        alpha: scale; None is twice the rank.
+        dropout: of the adapters' inputs.
+        target_modules: which layers get one, as PEFT takes them.
+    """
+    from peft import LoraConfig
+
+    config = LoraConfig(
+        r=r,
+        lora_alpha=alpha or 2 * r,  # type: ignore[arg-type]
+        lora_dropout=dropout,
+        target_modules=target_modules if isinstance(target_modules, str) else list(target_modules),
+        task_type="CAUSAL_LM" if hasattr(model, "prepare_inputs_for_generation") else None,  # an encoder has no task
+    )
+    if target_modules == ALL_LINEAR:
+        config.exclude_modules = sorted({*_refused_by_peft(model, config), *_not_linear(model)}) or None
+    return config
+
+
+def without_adapters(model: nn.Module, config: LoraConfig | None) -> str | None:
+    """One sentence on the layers that :func:`lora_config` left out, None where every one got its adapters."""
+    if config is None or not config.exclude_modules:
+        return None
+    routers = _not_linear(model)
+    reasons = {
+        "PEFT refuses them, because Mamba's fused kernel would pass them by": {*config.exclude_modules} - routers,
+        "their class inherits from nn.Linear but computes something else": {*config.exclude_modules} & routers,
+    }
+    return "; ".join(f"no adapters on {', '.join(sorted(names))}: {why}" for why, names in reasons.items() if names)
+
+
+def _not_linear(model: nn.Module) -> set[str]:
+    """Ends of the names of modules that inherit from ``nn.Linear`` and do not map features to features."""
+    # Only the model's own classes are run: quantised layers of libraries are PEFT's to know.
+    of_model = {type(module).__module__ for module in model.modules() if hasattr(module, "config")}
+    linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    cannot = {
+        name for name, module in linear.items()
+        if type(module).forward is not nn.Linear.forward and type(module).__module__ in of_model
+        and not _maps_features(module)
+    }  # fmt: skip
+    ends = {name.rpartition(".")[2] for name in linear.keys() - cannot}
+    return {name if (end := name.rpartition(".")[2]) in ends else end for name in cannot}
+
+
+def _maps_features(module: nn.Linear) -> bool:
+    """Whether ``[tokens, in_features]`` gives ``[tokens, out_features]``, tried on the meta device."""
+    like: dict[str, Any] = {"dtype": module.weight.dtype, "device": "meta"}
+    features = torch.empty(3, module.in_features, **like)
+    weights = {name: torch.empty_like(weight, device="meta") for name, weight in module.named_parameters()}
+    weights["weight"] = torch.empty(module.out_features, module.in_features, **like)  # ZeRO-3 holds none of it here
+    try:
+        with torch.no_grad():
+            output = functional_call(module, weights, features)
+    except Exception:  # noqa: BLE001 (a model's own code: whatever it raises, it does not take such an input)
+        return False
+    return isinstance(output, torch.Tensor) and output.shape == (3, module.out_features)
+
+
+def _refused_by_peft(model: nn.Module, config: Any) -> set[str]:
+    """Ends of the names of the linear layers that PEFT refuses."""
+    model_type = getattr(getattr(model, "config", None), "model_type", "")
+    names = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    refused = {name for name in names if refuses_adapter(config, model_type, name)}
+    for layer in decoder_layers(model):
+        for mixer in layer.mixers:
+            if mixer.kind != "Mamba-2":
+                continue
+            for name, child in model.get_submodule(f"{layer.name}.{mixer.name}").named_children():
+                if isinstance(child, nn.Linear) and name not in refused and refuses_adapter(config, _MAMBA_2, name):
+                    refused.add(f"{mixer.name.rpartition('.')[2]}.{name}")
+    return refused

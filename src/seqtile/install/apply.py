@@ -1,0 +1,409 @@
+"""Tile a model in place, undo it, or both around a ``with`` block."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+
+from seqtile._compat import is_tiled_by_unsloth, untested
+from seqtile._errors import UserError, expect_module
+from seqtile.blocks.instance import Installed, Setting, TiledForward, installed_forwards, logger
+from seqtile.blocks.layer import TiledLayer, TiledPair
+from seqtile.blocks.norms_and_projections import ROWS_AUTO, TiledRows, find_rows, tile_rows, words_for
+from seqtile.checkpointing.policies import standing_checkpointing
+from seqtile.devices import device_bytes
+from seqtile.engines.granularity import refuse_wrapped
+from seqtile.engines.zero3 import is_marked, mark_leaf, whole_shape
+from seqtile.headwise.install_heads import find_for, install_heads
+from seqtile.install.loss_and_checkpoints import Rest, remove_rest
+from seqtile.install.report import Block, Report
+from seqtile.lm_loss.tiled_loss import standing_losses
+from seqtile.options import WHOLE_LAYER, Only, TilingOptions
+from seqtile.recognise.candidates import LOOKED_FOR, Candidate, Left, chain_of, expected_mode, find_blocks
+from seqtile.recognise.chain import required_arguments
+from seqtile.recognise.layer_parts import Neighbours
+from seqtile.recognise.proof import for_training, prove
+from seqtile.rules import Combination, check_combination
+from seqtile.state.state_layers import install_state
+from seqtile.tiling import BlockShape, KeepRule
+
+
+def apply(
+    model: nn.Module,
+    *,
+    tile: int | str = "auto",
+    only: Only | None = None,
+    trust: Only | None = None,
+    blocks: str = "auto",
+    path: str = "auto",
+    keep: float | str = 0.0,
+    loss: str | None = None,
+    loss_tile: int | str = "auto",
+    loss_impl: str = "torch",
+    checkpoint: str | None = None,
+    offload: bool | str = False,
+    heads: int | str | None = None,
+    state: int | str | None = None,
+) -> Report:
+    """Run every position-wise block of ``model`` over tiles of tokens, in place.
+
+    Each tiled instance gets a ``forward`` of its own that computes one tile at a time and recomputes it in backward;
+    the model's numbers, gradients, parameter names and ``state_dict`` stay what they were. Works before or after
+    adapters are added, and before an engine (DDP, FSDP, DeepSpeed) wraps the model. A second call replaces the first.
+
+    Args:
+        model: any ``nn.Module`` that holds position-wise blocks, on any device, the meta device included.
+        tile: ``"auto"`` (deterministic; leaves a batch untiled where tiling would not lower a block's peak); an int,
+            tokens per tile; ``"shards:N"``, N tiles; ``"arctic"``, ``ceil(tokens / hidden)`` tiles, the rule of
+            arXiv 2506.13996; ``"memory:1GiB"``, the largest tile whose working set fits.
+        only: the blocks to tile: a qualified name, a pattern (``"*.layers.0.*"``), several of them, or a predicate
+            ``(name, module) -> bool``. Without it, every block outside vision and audio towers.
+        trust: blocks to tile although nothing could be proven of them, named as for ``only``: their caller knows that
+            they treat every token by itself and keep no state. The report names the blocks that this is about. A block
+            that was seen to mix tokens is left alone all the same.
+        blocks: ``"mlp+norm"``: the norm before the MLP runs in the tile too, so that no copy of the whole hidden
+            states is made in its precision; ``"mlp"``: only what the tile needs; ``"auto"``: ``"mlp+norm"``. A norm
+            or dropout after the MLP is in the tile in any case, since its input would be recomputed otherwise.
+            ``"mlp+norm+projections"``: also the other norms of those layers and the one before the head, and
+            attention's projections, each in tiles of its own. ``"none"``: no block, for ``loss``,
+            ``checkpoint``, ``offload`` and ``heads`` alone.
+        path: ``"auto"``: the fused operator where the block is an MLP of plain linear layers (LoRA included), decided
+            at each call, else the generic one; ``"generic"``; or ``"fused"``, an error where it does not apply.
+        keep: memory to spare for speed: the fraction of the tiles (0.0 to 1.0) that keep gate and up, 11 units down to
+            9; ``"memory:4GiB"``, a total over all blocks; ``"auto"``, a quarter of the device memory that is free
+            now, 0 where it cannot be read. Fused operator only. Frozen 4-bit weights are made dense once per block
+            and pass; a number of bytes must hold one block's dense weights first, else they are made dense again for
+            every product, one at a time.
+        loss: ``"tiled"``: ``model(..., labels=labels)`` computes head and loss tile by tile in training and returns no
+            logits (``return_logits=True`` asks for them); evaluation and ``generate`` stay as they were.
+        loss_tile: tokens per tile of the head, or a rule as for ``tile``.
+        loss_impl: ``"torch"``, ``"liger"``, ``"cce"`` or ``"auto"``, as :func:`seqtile.linear_cross_entropy` takes it.
+        checkpoint: ``"attention-saved"``: activation checkpoints keep the attention kernel's output and log-sum-exp
+            and compute only the rest again; ``"full"``: they keep the layer's input alone. Either switches activation
+            checkpointing on; None leaves it as it is, and with ``offload`` means ``"full"``.
+        offload: the layers' checkpointed inputs wait for the backward in host memory, with ``"attention-saved"``
+            attention's output too; ``"memory:64GiB"`` bounds what they may take there; the layers beyond it keep theirs
+            on the device.
+        heads: key-value heads per pass: attention runs for that many, and the query heads that read them, at a time,
+            forward and backward, with the norm and the projections before it in tiles of tokens. ``"auto"``: as few
+            as keep a device busy at the length of the batch, all at once where that is all of them; None: attention
+            is left alone. Attention modules of unknown form are left alone in any case and named in the report.
+        state: tokens per tile of layers that carry a state along the sequence (linear attention, state-space layers,
+            short convolutions), each tile handing its state to the next, the whole layer in it where it holds no
+            attention; ``"auto"``: 2,048 over all rows of the batch; None: they run whole. A layer is tiled only if a
+            trial of it, whole and in tiles, gives the same outputs and gradients; the report names the others.
+
+    Returns:
+        A :class:`Report`: what was tiled, what was left alone and why.
+
+    Cost:
+        Matrix products per MLP in units of 2 * tokens * hidden * intermediate: 11 with or without a non-reentrant
+        activation checkpoint around the layer (untiled 9 and 11), 8 with frozen weights (untiled 6 and 8). Memory:
+        one tile's intermediates instead of the whole batch's. Head and loss: 3 units of 2 * tokens * hidden *
+        vocabulary, as untiled; one tile of logits instead of the whole batch's.
+
+    Raises:
+        UserError: an argument is wrong, or nothing was found to tile.
+    """
+    options = TilingOptions(
+        tile=tile, only=only, trust=trust, blocks=blocks, path=path, keep=keep, loss=loss, loss_tile=loss_tile,
+        loss_impl=loss_impl, checkpoint=checkpoint, offload=offload, heads=heads, state=state,
+    )  # fmt: skip
+    return apply_options(model, options)
+
+
+def apply_options(model: nn.Module, options: TilingOptions) -> Report:
+    """:func:`apply` with its arguments in a record."""
+    rest = Rest(options)
+    check_combination(Combination(options))
+    if not options.tiled and not options.beside_blocks:
+        raise UserError("blocks='none' leaves nothing to do; give loss, checkpoint, offload, heads or state too")
+    expect_module(model, "apply")
+    refuse_wrapped(model)
+    rest.check(model)
+    attention, left_attention = find_for(model, options.heads)
+    blocks, chosen, left = list[Candidate](), list[Candidate](), list[Left]()
+    if options.tiled:
+        refuse_tiled_by_unsloth(model)
+        blocks, chosen, left = _choose(model, options)
+    count = max(len(chosen), 1)
+    keep = with_free_memory(options.keep_rule(count), model, count)
+    with rest.replacing(model), replacing(model):
+        tiled = tuple([_tile(model, block, keep, options) for block in chosen])
+        rows = ""
+        if options.blocks == WHOLE_LAYER:
+            norms = [f"{module.layer}.{module.norm}".strip(".") for module in attention if module.norm]
+            head_wise = [*(module.name for module in attention), *norms]
+            found_rows = find_rows(model, chosen, head_wise, whole=len(chosen) == len(blocks))
+            tile_rows(found_rows, ROWS_AUTO if options.tile_rule.kind == "auto" else options.tile_rule, options.path)
+            rows = words_for(found_rows)
+        heads = install_heads(model, options.heads, attention, left_attention)
+        loss, checkpointing = rest.install(model)
+        state, left_states = install_state(model, options.state)
+    left = [*left, *left_attention, *left_states]
+    report = Report(tiled, tuple(left), len(blocks), keep, weakref.ref(model), heads, loss, checkpointing, rows, state)
+    if logger.isEnabledFor(logging.WARNING):
+        _warn_of_versions()
+    logger.info("%s", report)
+    return report
+
+
+def _choose(model: nn.Module, options: TilingOptions) -> tuple[list[Candidate], list[Candidate], list[Left]]:
+    """All blocks, those to tile, and what is left alone.
+
+    Raises:
+        UserError: ``only`` or ``trust`` names nothing that can be tiled, or there is no block.
+    """
+    only, trust = options.only, options.trust
+    blocks, left = find_blocks(
+        model,
+        everything=only is not None,
+        trusted=lambda name, module: trust is not None and _matches(trust, name, module),
+    )
+    by_owner = [f"{name}." for name, module in model.named_modules() if _is_of_owner(module.__dict__.get("forward"))]
+    if inside := [block for block in blocks if f"{block.name}.".startswith(tuple(by_owner))]:
+        left += [Left(block.name, type(block.module).__name__, "tiled by seqtile.tile_module") for block in inside]
+        blocks = [block for block in blocks if block not in inside]
+    chosen = [block for block in blocks if only is None or _matches(only, block.name, block.module)]
+    left += [Left(b.name, type(b.module).__name__, "not named in only=") for b in blocks if b not in chosen]
+    for option, names in (("only", only), ("trust", trust)):
+        patterns = [] if names is None or callable(names) else [names] if isinstance(names, str) else [*names]
+        unmatched = [word for word in patterns if not any(_matches(word, b.name, b.module) for b in blocks)]
+        if not unmatched:
+            continue
+        for module in left:
+            if any(fnmatchcase(module.name, pattern) for pattern in unmatched):
+                raise UserError(
+                    f"{option}={unmatched!r}: {module.name} ({module.class_name}) cannot be tiled: {module.why}"
+                )
+        raise UserError(_nothing(model, blocks, left, f"{option}={unmatched!r}"))
+    if not chosen:
+        nothing = _nothing(model, blocks, left, f"only={only!r}")
+        if not any(module.unproven and not module.custom for module in left):
+            raise UserError(nothing)
+        logger.warning("%s", nothing)
+    return blocks, chosen, left
+
+
+@functools.cache
+def _warn_of_versions() -> None:
+    if warning := untested():
+        logger.warning("%s", warning)
+
+
+def refuse_tiled_by_unsloth(model: nn.Module) -> None:
+    """Raise if Unsloth has tiled blocks of the model: its tiles would run inside ours, and every block once more.
+
+    Raises:
+        UserError: the forward of a module is Unsloth's tiled one.
+    """
+    if theirs := next((type(one).__name__ for one in model.modules() if is_tiled_by_unsloth(one)), ""):
+        raise UserError(
+            f"Unsloth's own tiled MLP runs {theirs} already: load the model with unsloth_tiled_mlp=False and without "
+            "UNSLOTH_TILED_MLP, or leave this call out"
+        )
+
+
+def with_free_memory(keep: KeepRule, model: nn.Module, blocks: int) -> KeepRule:
+    """``keep`` with a quarter of the free device memory read once, if it is ``"auto"``."""
+    return KeepRule("auto", free_bytes(model) / 4 / blocks, blocks) if keep.kind == "auto" else keep
+
+
+def _is_of_owner(forward: Any) -> bool:
+    """Whether :func:`seqtile.tile_module` put it there: another call of :func:`apply` leaves it."""
+    return isinstance(forward, Installed) and forward.owner == "tile_module"
+
+
+@contextmanager
+def replacing(model: nn.Module, *, modules_too: bool = False) -> Iterator[None]:
+    """Take the tiled forwards off, and put them back if the ``with`` block raises :class:`UserError`.
+
+    Args:
+        model: what to tile again.
+        modules_too: also those of :func:`seqtile.tile_module`.
+    """
+
+    def standing() -> list[Installed]:
+        return [forward for forward in installed_forwards(model) if modules_too or not _is_of_owner(forward)]
+
+    removed = [(forward, is_marked(forward.module)) for forward in standing()]
+    for forward, _ in removed:
+        forward.remove()
+    try:
+        yield
+    except UserError:
+        for forward in standing():
+            forward.remove()
+        for forward, was_marked in reversed(removed):
+            forward.install()
+            if was_marked:
+                mark_leaf(forward.module)
+        raise
+
+
+def undo(model: nn.Module) -> int:
+    """Take every tiled ``forward`` off ``model`` and restore each attribute; returns how many blocks' came off."""
+    expect_module(model, "undo")
+    remove_rest(model)
+    blocks = 0
+    for forward in installed_forwards(model):
+        forward.remove()
+        is_block = isinstance(forward, TiledForward) and not isinstance(forward, TiledRows)
+        blocks += is_block or (isinstance(forward, TiledLayer) and forward.inline)
+    return blocks
+
+
+def tiled_names(model: nn.Module) -> set[str]:
+    """Qualified names that :func:`apply` gave the blocks it tiled, of those whose tiles still run."""
+    return {forward.setting.name for forward in installed_forwards(model) if not _is_of_owner(forward)}
+
+
+def carries(model: nn.Module) -> bool:
+    """Whether anything of :func:`apply` is on ``model``: tiled blocks, the tiled loss, a checkpoint policy."""
+    return bool(tiled_names(model) or standing_losses(model) or standing_checkpointing(model))
+
+
+@contextmanager
+def applied(model: nn.Module, **settings: Any) -> Iterator[Report]:
+    """:func:`apply` for the length of a ``with`` block, then :func:`undo`; also when the block raises.
+
+    Args:
+        model: as for :func:`apply`.
+        **settings: keyword arguments of :func:`apply`.
+    """
+    report = apply(model, **settings)
+    try:
+        yield report
+    finally:
+        undo(model)
+
+
+def free_bytes(model: nn.Module) -> int:
+    """Free memory of the device that the model is on, 0 where it cannot be read."""
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    return device_bytes(device)[0]
+
+
+def _tile(model: nn.Module, block: Candidate, keep: KeepRule, options: TilingOptions) -> Block:
+    module, layer, rule = block.module, model.get_submodule(block.layer), options.tile_rule
+    setting = Setting(
+        rule, keep, options.path, block.hidden, block.intermediate, block.kind == "experts", block.name, block.layer,
+        block.trusted,
+    )  # fmt: skip
+    neighbours = _neighbours(block, layer, norms=options.blocks != "mlp")
+    why, not_fused = _operator(model, block, layer, neighbours)
+    arguments = required_arguments(module) if block.kind == "mlp" else []
+    installed: list[Installed] = []
+    together = neighbours.members
+    if block.in_layer or neighbours != Neighbours(members=neighbours.members):
+        layer_class = TiledPair if block.kind == "pair" else TiledLayer
+        installed.append(layer_class(layer, setting, neighbours, block.in_layer))
+        together = neighbours.names
+    if not block.in_layer:  # also inside a layer's stand-in, which runs without it where it cannot run
+        installed.append(TiledForward(module, setting))
+    for forward in installed:
+        forward.install()
+        forward.falls_back = not not_fused and options.path != "generic"
+    installed[0].check()
+    mark_leaf(installed[0].module)
+    fused = installed[0].falls_back
+    if options.path == "fused" and not fused:
+        raise UserError(f"path='fused' does not apply to {block.name}: {not_fused}; use path='auto' or only=")
+    shape = _expected_shape(setting, block, fused)
+    if rule.kind == "memory":
+        try:
+            rule.tokens_per_tile(0, shape)
+        except ValueError as error:
+            raise UserError(f"{block.name}: {error}") from None
+    return Block(
+        block.name, type(module).__name__, block.kind, "fused" if fused else "generic", block.hidden,
+        block.intermediate, together, rule.describe(shape), why, not_fused,
+        isinstance(installed[0], TiledLayer) and needs_output(layer, neighbours), *arguments[1:2],
+    )  # fmt: skip
+
+
+def _neighbours(block: Candidate, layer: nn.Module, *, norms: bool) -> Neighbours:
+    """What runs in the tile of a block: what it needs, and with ``norms`` the norm before it."""
+    neighbours, alone = block.neighbours, Neighbours(members=block.neighbours.members)
+    neighbours = neighbours if norms else replace(neighbours, before="")
+    if block.in_layer:
+        return neighbours
+    if not block.name or "forward" in layer.__dict__ or block.proof is None:
+        return alone
+    if not needs_output(layer, neighbours):
+        return replace(alone, before=neighbours.before)
+    return neighbours
+
+
+def _operator(model: nn.Module, block: Candidate, layer: nn.Module, neighbours: Neighbours) -> tuple[str, str]:
+    """(what proves the block with these neighbours, why the fused operator does not run it or "").
+
+    Raises:
+        UserError: with these neighbours nothing is proven.
+    """
+    if block.proof is None:
+        return block.why, "nothing is known of its formula"
+    with for_training(model):
+        chain = chain_of(layer, block, neighbours)
+        mode = expected_mode(chain, block.hidden)
+        proof = block.proof if neighbours == block.neighbours else prove(chain, mode, trusted=block.trusted)
+    if proof.why_not:
+        raise UserError(f"{block.name}: {proof.why_not}; leave it out with only=")
+    if isinstance(proof.formula, str):
+        return proof.how, proof.formula
+    weights = proof.formula.weights(chain, mode.inputs[0][1])
+    in_shards = any(hasattr(weight, "ds_shape") for module in block.parts for weight in module.parameters())
+    return proof.how, weights if isinstance(weights, str) and not in_shards else ""
+
+
+def _expected_shape(setting: Setting, block: Candidate, fused: bool) -> BlockShape:
+    """What the tile rule will know of a block in training, as far as its weights tell."""
+    weights = [weight for module in block.parts for weight in module.parameters()]
+    trained = [weight for weight in weights if weight.requires_grad]
+    itemsize = max([weight.element_size() for weight in weights if weight.is_floating_point()], default=4)
+    x = torch.empty(0, dtype=torch.float32 if itemsize == 4 else torch.bfloat16, device="meta")
+    return replace(
+        setting.shape(x, trained, fused), device_type=weights[0].device.type if weights else "cpu",
+        weight_numel=sum(whole_shape(weight).numel() for weight in trained),
+    )  # fmt: skip
+
+
+def needs_output(layer: nn.Module, neighbours: Neighbours) -> bool:
+    """Whether what follows the block reads its output again in backward: a norm, or a dropout that drops."""
+    if neighbours.closing:
+        return True
+    if neighbours.after:
+        follower = getattr(layer, neighbours.after)
+        return not isinstance(follower, nn.Identity) and getattr(follower, "p", 1.0) > 0.0
+    return bool(neighbours.dropout) and float(getattr(layer, neighbours.dropout)) > 0.0
+
+
+def _matches(only: Only, name: str, module: nn.Module) -> bool:
+    if callable(only):
+        return bool(only(name, module))
+    patterns = [only] if isinstance(only, str) else only
+    return any(name == pattern or fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _nothing(model: nn.Module, blocks: list[Candidate], left: list[Left], argument: str) -> str:
+    name = type(model).__name__
+    if blocks:
+        first = ", ".join(block.name for block in blocks[:3])
+        others = f" and {len(blocks) - 3} more" if len(blocks) > 3 else ""
+        return f"{argument} matches no block of {name}; its blocks are {first}{others}: name one of these"
+    refusals = "; ".join(f"{module.name} ({module.class_name}): {module.why}" for module in left[:3])
+    classes = ", ".join(sorted({type(module).__name__ for module in model.modules()})[:12])
+    return (
+        f"nothing to tile in {name}: looked for {LOOKED_FOR}; found "
+        f"{refusals or f'none among its modules ({classes})'}; pass a model with such blocks, name one with only= or "
+        "leave MLPs whole: blocks='none' (plan: --tile none, train: --tiled-mlp false)"
+    )

@@ -1,0 +1,158 @@
+"""What was tiled, what was left alone, and what it costs."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from seqtile._compat import early_stop
+from seqtile._sentences import PrintsAsSentence
+from seqtile.blocks.instance import Installed
+from seqtile.blocks.norms_and_projections import adapted_since
+from seqtile.checkpointing.reentrant import is_reentrant, shares_keys
+from seqtile.install.loss_and_checkpoints import rest_notes
+from seqtile.ops.attention.backends import attention_sentences, rotary_sentences
+from seqtile.recognise.candidates import Left
+from seqtile.state.tiled_state import refusals
+from seqtile.tiling import KeepRule
+
+
+@dataclass(frozen=True)
+class Block:
+    """One tiled block.
+
+    Attributes:
+        name: qualified name.
+        class_name: class of the module, or of the layer around it for parts that are its children.
+        kind: ``"mlp"``, ``"experts"``, ``"inline"`` or ``"pair"`` (see
+            :class:`seqtile.recognise.candidates.Candidate`), or ``"module"``, from :func:`seqtile.tile_module`.
+        path: operator that runs it: ``"fused"`` or ``"generic"``.
+        hidden: width of its input.
+        intermediate: width of its widest tensor per token.
+        together: children of the layer that run in the same tile, in order.
+        tile: the tile rule in words.
+        why: what proves that it is position-wise.
+        not_fused: why the fused operator does not apply, or "".
+        follower: whether a norm or dropout after the block is in the tile.
+        beside: name of the argument that its forward takes beside hidden states, or "".
+    """
+
+    name: str
+    class_name: str
+    kind: str
+    path: str
+    hidden: int
+    intermediate: int
+    together: tuple[str, ...]
+    tile: str
+    why: str
+    not_fused: str
+    follower: bool
+    beside: str = ""
+
+
+@dataclass(frozen=True, repr=False)
+class Report(PrintsAsSentence):
+    """Result of :func:`seqtile.apply`; ``str(report)`` is one line.
+
+    Attributes:
+        blocks: what was tiled, in module order.
+        left: what was left alone and why.
+        found: number of blocks that were found, tiled or not.
+        keep: rule for the tiles that keep gate and up.
+        heads: what was done to attention, or "".
+        loss: what was done to the loss, or "".
+        checkpointing: what activation checkpoints keep and where, or "".
+        rows: how many norms and projections run in tiles of their own, or "".
+        state: what was done to layers that carry a state, or "".
+    """
+
+    blocks: tuple[Block, ...]
+    left: tuple[Left, ...]
+    found: int
+    keep: KeepRule
+    _model: weakref.ref[nn.Module] = field(compare=False)
+    heads: str = ""
+    loss: str = ""
+    checkpointing: str = ""
+    rows: str = ""
+    state: str = ""
+
+    @property
+    def tiled(self) -> int:
+        """Number of tiled blocks."""
+        return len(self.blocks)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the user should know, from what the model is now: costs of its activation checkpointing,
+        and layers with a state that a trial at their first call left whole."""
+        model = self._model()
+        notes = []
+        for names in sorted({block.together for block in self.blocks if block.follower}):
+            notes.append(f"{', '.join(names)} share a tile")
+        for class_name, beside in sorted({(block.class_name, block.beside) for block in self.blocks if block.beside}):
+            notes.append(
+                f"{class_name} takes {beside!r} beside hidden states: calls that give it one row per sequence, "
+                "[B, 1, D], run untiled; give it one row per token, or one for the whole batch"
+            )
+        if self.keep.kind != "share" or self.keep.value > 0:
+            generic = sum(block.path == "generic" for block in self.blocks)
+            but = f" (not by {generic} blocks that run the generic operator)" if generic else ""
+            notes.append(f"gate and up kept: {self.keep}{but}")
+        if model is not None and any(is_reentrant(module) for module in model.modules()):
+            notes.append(
+                "reentrant activation checkpointing runs each block once more (a gated MLP costs 14 GEMM units "
+                "instead of 11, untiled 12); pass use_reentrant=False"
+            )
+            if shares_keys(model):
+                notes.append(
+                    "layers of this model share keys and values: under reentrant checkpoints the layers that compute "
+                    "them lose a part of their gradient, tiled or not"
+                )
+        if early_stop() is False:
+            notes.append(
+                "early stop of activation checkpointing is switched off: each block runs once more (14 units for a "
+                "gated MLP, untiled 12)"
+            )
+        forwards = [] if model is None else [module.__dict__.get("forward") for module in model.modules()]
+        left_out = [
+            forward.left_out_compiled for forward in forwards if isinstance(forward, Installed) and forward.compiled
+        ]
+        notes += dict.fromkeys(left_out)
+        further = rest_notes(model) if model is not None else []
+        ran = [seen for forward in forwards if (seen := getattr(forward, "attention_ran", None)) is not None]
+        if ran and not any(note.startswith("attention ran on") for note in further):
+            further += attention_sentences(frozenset().union(*ran))
+        if model is not None:
+            further = [*further, *refusals(model), *rotary_sentences(model)]
+            if adapted := adapted_since(model):
+                further.append(
+                    f"adapters were put around {adapted} projections after they were tiled, and run whole; call "
+                    "seqtile.apply again"
+                )
+        return (*notes, *further)
+
+    def __str__(self) -> str:
+        kinds = Counter((block.class_name, block.kind) for block in self.blocks)
+        plurals = {"mlp": "MLPs", "experts": "experts", "inline": "MLPs", "pair": "MLPs", "module": "modules"}
+        names = ", ".join(dict.fromkeys(class_name for class_name, _ in kinds))
+        what = " and ".join(dict.fromkeys(plurals[block_kind] for _, block_kind in kinds))
+        tiles = " or ".join(dict.fromkeys(block.tile for block in self.blocks))
+        paths = " and ".join(dict.fromkeys(block.path for block in self.blocks))
+        rows = self.rows and f"{self.rows} in tiles of their own"
+        done = [plurals for plurals in (rows, self.heads, self.state, self.loss, self.checkpointing) if plurals]
+        if not self.blocks and not done and self.left:
+            first, others = self.left[0], len(self.left) - 1
+            done = [f"tiled nothing: {first.name} ({first.class_name}): {first.why}"]
+            done += [f"and {others} more were left, see report.left"] if others else []
+        if not self.blocks:
+            return "; ".join([*done, *self.notes])
+        custom = [f"{module.name} ({module.class_name})" for module in self.left if module.custom]
+        if custom:
+            further = f" and {len(custom) - 1} more" if custom[1:] else ""
+            done.append(f"custom code left untiled: {custom[0]}{further}, see report.left")
+        return "; ".join([f"tiled {self.tiled} of {self.found} {what} ({names}), {tiles}, {paths}", *done, *self.notes])

@@ -1,0 +1,66 @@
+"""What the tiled blocks did at the lengths that ran, in the same words wherever it is told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from seqtile.blocks.instance import installed_forwards
+from seqtile.blocks.norms_and_projections import TiledRows
+from seqtile.headwise.install_heads import HeadLayer, HeadWise
+from seqtile.state.tiled_state import StateForward
+
+
+@dataclass(frozen=True)
+class Runs:
+    """The calls since :func:`forget_runs`; ``str(runs)`` is one phrase.
+
+    Attributes:
+        blocks: tiled blocks.
+        cut: those of them that ran in more than one tile.
+        tiles: the most tiles of a call.
+        tokens: the most tokens of a call, batch times length on this rank.
+        rule: the tile rule of the blocks, as it was given.
+    """
+
+    blocks: int
+    cut: int
+    tiles: int
+    tokens: int
+    rule: str
+
+    def __str__(self) -> str:
+        if not self.cut:
+            what = f"batches of up to {self.tokens:,} tokens fit one tile" if self.tokens else "no tiled block ran"
+            return f"left untiled: {what} (tile={self.rule})"
+        # The tokens are those of a whole batch and not of a tile: each number stands beside what it counts.
+        batches, tiles = f"batches of up to {self.tokens:,} tokens", f"into up to {self.tiles:,} tiles"
+        if self.cut == self.blocks:
+            return f"{batches} were cut {tiles}"
+        return f"{self.cut} of {self.blocks} blocks cut {batches} {tiles}"
+
+
+def forget_runs(model: nn.Module) -> None:
+    """Count from here on."""
+    for forward in installed_forwards(model):
+        forward.most_tiles = forward.most_tokens = 0
+
+
+def what_ran(model: nn.Module) -> Runs:
+    """The calls of the model's tiled blocks, of those that ran outside of compiled code.
+
+    Norms, projections, layers with a state and attention that runs in passes are no blocks.
+    """
+    tiles: dict[str, int] = {}
+    rules: dict[str, None] = {}
+    tokens = 0
+    for forward in installed_forwards(model):
+        if not isinstance(forward, TiledRows | StateForward | HeadWise | HeadLayer):
+            name = forward.setting.name
+            tiles[name] = max(forward.most_tiles, tiles.get(name, 0))
+            tokens = max(tokens, forward.most_tokens)
+            rules[str(forward.setting.rule)] = None
+    return Runs(
+        len(tiles), sum(n > 1 for n in tiles.values()), max(tiles.values(), default=0), tokens, ", ".join(rules)
+    )

@@ -1,0 +1,1 @@
+"""The tiled language-model loss: recogniser and installer."""

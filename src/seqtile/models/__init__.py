@@ -1,1 +1,0 @@
-"""Finds the position-wise blocks of a model, changes instances, undoes, reports."""

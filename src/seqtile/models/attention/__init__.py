@@ -1,1 +1,0 @@
-"""Head-wise attention on one instance."""

@@ -1,0 +1,150 @@
+"""Find a model's layers with a state, and have those that are proven run over tiles of the sequence."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from seqtile._errors import UserError
+from seqtile.blocks.instance import logger
+from seqtile.blocks.layer import TiledLayer
+from seqtile.engines.zero3 import mark_leaf
+from seqtile.recognise.candidates import Left
+from seqtile.recognise.decoder_layers import DecoderLayer, Mixer, decoder_layers
+from seqtile.recognise.proof import for_training
+from seqtile.state.state_cache import cache_argument
+from seqtile.state.state_proof import StateProofs, has_values, is_here
+from seqtile.state.tiled_state import StateForward, StateSetting
+from seqtile.tiling import STATE_TOKENS
+
+
+@dataclass(frozen=True)
+class Carrier:
+    """A layer with a state.
+
+    Attributes:
+        layer: qualified name of its decoder layer.
+        mixer: qualified name of what carries the state.
+        whole: qualified name of the outermost module around the mixer with neither attention nor another state in it.
+        kind: kind of the state.
+    """
+
+    layer: str
+    mixer: str
+    whole: str
+    kind: str
+
+
+def find_carriers(model: nn.Module) -> Iterator[Carrier]:
+    """The layers with a state of ``model``, in order."""
+    for layer in decoder_layers(model):
+        for mixer in layer.mixers:
+            if mixer.has_state:
+                yield Carrier(layer.name, _joined(layer.name, mixer.name), _around(layer, mixer), mixer.kind)
+
+
+def _around(layer: DecoderLayer, mixer: Mixer) -> str:
+    others = [other.name for other in layer.mixers if other is not mixer]
+    parts = mixer.name.split(".")
+    for depth in range(len(parts)):
+        inner = ".".join(parts[:depth])
+        if not any(f"{other}.".startswith(f"{inner}." if inner else "") for other in others):
+            return _joined(layer.name, inner)
+    return _joined(layer.name, mixer.name)
+
+
+def _joined(*names: str) -> str:
+    return ".".join(name for name in names if name)
+
+
+def install_state(model: nn.Module, tile: int | str | None) -> tuple[str, list[Left]]:
+    """Have every proven layer with a state run over tiles of ``tile`` tokens; what was done, in words, and what not.
+
+    Raises:
+        UserError: a number of tokens was asked for, and no layer carries a state.
+    """
+    if tile is None:
+        return "", []
+    proofs, left, done = StateProofs(), list[Left](), Counter[tuple[str, str]]()
+    carriers = [*find_carriers(model)]
+    if not carriers and tile != "auto":
+        raise UserError(
+            f"state={tile}: no layer of {type(model).__name__} carries a state along the sequence; leave state out"
+        )
+    later = False
+    with for_training(model):
+        for carrier in carriers:
+            whole, why, ready = _choose(model, carrier, proofs)
+            if why:
+                name = carrier.whole if whole else carrier.mixer
+                why = f"its mixer alone runs in tiles: {why}" if whole else why
+                left.append(Left(name, type(model.get_submodule(name)).__name__, why))
+            if not whole:
+                continue
+            later |= not ready
+            for name in dict.fromkeys((carrier.mixer, whole)):
+                _install_forward(model, name, StateSetting(tile, name, carrier.layer), proofs)
+            if whole != carrier.layer and "forward" not in model.get_submodule(carrier.layer).__dict__:
+                _install_forward(
+                    model, carrier.layer, StateSetting(tile, carrier.layer, carrier.layer, runs=False), proofs
+                )
+            mark_leaf(model.get_submodule(carrier.layer))  # which the layer's stand-in takes off again
+            done[carrier.kind, "whole layers" if whole != carrier.mixer else "the mixers alone"] += 1
+    sentence = _sentence(done, len(carriers), tile, later)
+    if carriers and not done:
+        sentence += f": {'; '.join(dict.fromkeys(carrier.why for carrier in left))}"
+        logger.warning("%s", sentence)
+    return sentence, left
+
+
+def _choose(model: nn.Module, carrier: Carrier, proofs: StateProofs) -> tuple[str, str, bool]:
+    """(name of what runs in tiles, why nothing or the mixer alone does, whether that is proven already)."""
+    why, ready, of_whole = "", True, ""
+    for name in dict.fromkeys((carrier.whole, carrier.mixer)):
+        module = model.get_submodule(name)
+        forward = module.__dict__.get("forward")
+        if forward is not None and not isinstance(forward, TiledLayer):
+            why = f"the forward of {name} was replaced"
+        elif cache_argument(module) is None:
+            why = f"{type(module).__name__} takes no cache, so it cannot be handed a state"
+        else:
+            ready = is_here(module)
+            tried = module if has_values(module) else model.get_submodule(carrier.mixer)  # routing has no shapes alone
+            why = proofs.why_not(tried, _like_its_input(tried)) if ready else ""
+            if not why:
+                return name, of_whole, ready and tried is module
+        of_whole = why
+    return "", why, ready
+
+
+def _like_its_input(module: nn.Module) -> torch.Tensor:
+    """An empty tensor of the width, dtype and device of a module's hidden states."""
+    width = next(int(width) for submodule in module.modules() if (width := getattr(submodule, "in_features", 0)))
+    weight = next(w for w in module.parameters() if w.is_floating_point() and w.element_size() >= 2)
+    return torch.empty(0, width, dtype=weight.dtype, device=weight.device)
+
+
+def _install_forward(model: nn.Module, name: str, setting: StateSetting, proofs: StateProofs) -> None:
+    standing = StateForward(model.get_submodule(name), setting, proofs)
+    standing.install()
+    standing.check()
+
+
+def _sentence(done: Counter[tuple[str, str]], total: int, tile: int | str, later: bool) -> str:
+    if not total:
+        return "no layer carries a state"
+    size = f"about {STATE_TOKENS:,}" if tile == "auto" else f"{tile:,}"
+    what = ", ".join(f"{count} of {state}, {how}" for (state, how), count in done.items()) or "none"
+    proven = ", proven at their first call" if later else ""
+    return f"layers with a state in tiles of {size} tokens: {sum(done.values())} of {total} ({what}){proven}"
+
+
+def can_carry(model: nn.Module) -> bool:
+    """Whether :func:`install_state` could have some layer of ``model`` run in tiles."""
+    proofs = StateProofs()
+    with for_training(model):
+        return any(_choose(model, carrier, proofs)[0] for carrier in find_carriers(model))

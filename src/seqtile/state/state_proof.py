@@ -1,0 +1,271 @@
+"""Whether a layer computes the same in tiles that hand its state on: it is run both ways, outputs and gradients.
+
+Kernels and caches differ in what they do with a state that comes in: some take it, some take it and give it no
+gradient, some drop it. So the layer itself is asked, in the mode in which it runs, on a few tokens: whole, and in two
+and in three tiles. Where a layer has several states, one that is lost may change the output by less than its rounding,
+so each is also looked at by itself: whether a tile reads it and leaves it with a gradient, and whether tiles end with
+the state, and with that state's gradient, that one tile ends with, to a third of what leaving it out would do.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from seqtile._compat import FakeTensor, tree_leaves
+from seqtile.blocks.instance import inside
+from seqtile.engines.flat import ParameterSwap, call_with_weights, named_weights
+from seqtile.ops.grad_accumulator import LOW
+from seqtile.ops.rng import Autocast
+from seqtile.ops.tile_checkpoint import State
+from seqtile.state.state_cache import CACHES, CarriedState, cache_argument
+from seqtile.state.tile_call import TileCall, forward_of, in_tiles
+from seqtile.tiling import StateTiles
+
+TOKENS, PADDING = 23, 3
+TILES = (2, 21), (9, 8, 6)
+"""Tiles of the trial; the first begins with as few tokens as a tile may have."""
+
+LAST_SHORT = (12, 9, 2)
+"""Tiles after which the states are compared: few tokens in the last, as some states are forgotten within ten."""
+
+TOLERANCE = {True: 3e-2, False: 1e-3}
+"""Largest error of an output or a gradient, relative to its norm, in low precision and else. Kernels compute in fp32
+whatever the weights are."""
+
+TELLS = 3.0
+"""What leaving a state out does to the states at the end is to be at least this many times their error."""
+
+LEAST = 0.1
+"""Part of the tolerance that a state may be off after tiles however little the state before them does to it."""
+
+SMALL = 1e-3
+"""Gradients smaller than this part of the largest one are judged relative to that part of it."""
+
+
+class StateProofs:
+    """What is known of the layers of one model, by what they are and how they run."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, str] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_known": {}}  # a copy asks again
+
+    def why_not(self, module: nn.Module, x: Tensor) -> str:
+        """Why ``module`` cannot run in tiles on hidden states such as ``x``, or "".
+
+        Cost:
+            Some 10 µs per weight; where nothing is known of such a layer, nine forwards and backwards of 46 tokens,
+            and a gradient of each of its weights at a time.
+        """
+        cast = Autocast.of(x)
+        shapes = [(name, tuple(w.shape), w.dtype, w.requires_grad) for name, w in named_weights(module)]
+        key = (type(module), module.training, x.shape[-1], x.dtype, x.device, cast, *shapes)
+        if key not in self._known:
+            self._known[key] = _try(module, x)
+        return self._known[key]
+
+
+def is_here(module: nn.Module) -> bool:
+    """Whether no weight of ``module`` is in shards; else it is tried when it is first called."""
+    return all(weight.numel() for weight in module.parameters())
+
+
+def has_values(module: nn.Module) -> bool:
+    """Whether its weights are numbers; on the meta device and as fake tensors they are shapes alone."""
+    return not any(weight.is_meta or isinstance(weight, FakeTensor) for weight in module.parameters())
+
+
+def _try(module: nn.Module, x: Tensor) -> str:
+    try:
+        # The hooks keep what the trial saves from a checkpoint around the layer, which counts it. They pack no tensor
+        # with a graph: a node that saves its own output would hold itself, and with it what the trial leaves undone.
+        with _without_dropout(module), torch.enable_grad(), saved_tensors_hooks(Tensor.detach, lambda saved: saved):
+            return (_compare_tiles if has_values(module) else _connect)(_Trial(module, x))
+    except Exception as error:  # noqa: BLE001 - whatever the layer's own code raises
+        if isinstance(error, AttributeError) and isinstance(error.obj, CarriedState):
+            return f"it asks its cache for {error.name}, which is not how other layers keep a state"
+        first = (str(error).splitlines() or [""])[0][:200]
+        return f"in tiles it raises {type(error).__name__}: {first}"
+
+
+def _compare_tiles(trial: _Trial) -> str:
+    if why := _connect(trial, values=True) or trial.ends_elsewhere():
+        return why
+    whole = trial.gradients(trial.whole)
+    for sizes in TILES:
+        if why := trial.differs(trial.gradients(partial(trial.tiled, sizes)), whole, f"{len(sizes)} tiles"):
+            return why
+    if trial.masks:
+        whole_masked = trial.gradients(partial(trial.whole, padded=True))
+        got = trial.gradients(partial(trial.tiled, TILES[0], padded=True))
+        if why := trial.differs(got, whole_masked, "tiles with padding"):
+            return why
+    return ""
+
+
+def _connect(trial: _Trial, values: bool = False) -> str:
+    """Whether a tile leaves each state, and reads each before it, with a gradient; of shapes unless ``values``."""
+    x = trial.x.detach().requires_grad_()
+    first, second = x.split(TILES[0], dim=1)
+    call = trial.call(x)
+    _, left = trial.step(call, first, ())
+    taken = tuple(state.detach().requires_grad_(state.is_floating_point()) for state in left)
+    result, _ = trial.step(call, second, taken)
+    if not left:
+        return _not_handed_on("state")
+    for name, state, before_tile in zip(call.states, left, taken, strict=True):
+        for value, by in ((state, x), (_output_of(result), before_tile)):
+            if not _has_gradient(value, by, values):
+                return _not_handed_on(name)
+    return ""
+
+
+def _has_gradient(value: Tensor, by: Tensor, values: bool) -> bool:
+    if not (value.requires_grad and by.requires_grad):
+        return False
+    weighted = (value * _random_like(value)).sum()
+    gradient = torch.autograd.grad(weighted, by, retain_graph=True, allow_unused=True)[0]
+    return gradient is not None and not (values and not bool(gradient.any()))
+
+
+def _not_handed_on(state: str) -> str:
+    return f"the {state} or its gradient is not handed on"
+
+
+def _random_like(value: Tensor) -> Tensor:
+    random = torch.randn(value.shape, generator=torch.Generator().manual_seed(1))
+    return random.to(value.device, value.dtype)
+
+
+def _output_of(result: Any) -> Tensor:
+    return next(leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
+
+
+class _Trial:
+    """A layer with weights of its own to differentiate by, and inputs."""
+
+    def __init__(self, module: nn.Module, x: Tensor) -> None:
+        random = torch.Generator().manual_seed(0)
+        self.x = torch.randn(2, TOKENS, x.shape[-1], generator=random).to(x.device, x.dtype)
+        self.upstream = torch.randn(2, TOKENS, x.shape[-1], generator=random).to(x.device, x.dtype)
+        self.mask = torch.ones(2, TOKENS, dtype=torch.long, device=x.device)
+        self.mask[1, :PADDING] = 0
+        self.module, self.cache = module, cache_argument(module)
+        self.weights = {
+            name: weight.detach().requires_grad_() for name, weight in named_weights(module) if weight.requires_grad
+        }
+        low = LOW.__contains__
+        self.tolerance = TOLERANCE[low(x.dtype) or (Autocast.of(x).enabled and low(Autocast.of(x).dtype))]
+        parameters = inspect.signature(type(module).forward).parameters
+        self.masks = "attention_mask" in parameters
+        required = [
+            name for name, parameter in [*parameters.items()][2:]
+            if parameter.default is parameter.empty and parameter.kind != parameter.VAR_KEYWORD
+        ]  # fmt: skip
+        self.others = dict.fromkeys(name for name in required if name not in CACHES)
+
+    def _words(self, padded: bool) -> dict[str, Any]:
+        return {**self.others, "attention_mask": self.mask} if padded else dict(self.others)
+
+    def whole(self, x: Tensor, padded: bool = False) -> Any:
+        return self._with_weights(lambda: forward_of(self.module)(x, **self._words(padded)))
+
+    def _with_weights(self, run: Callable[[], Any]) -> Any:
+        named = {f"0.{name}": weight for name, weight in self.weights.items()}
+        with inside():
+            return call_with_weights(ParameterSwap((self.module,)), named, (run,))
+
+    def call(self, x: Tensor, padded: bool = False) -> TileCall:
+        """The call that is cut."""
+        assert self.cache is not None
+        return TileCall((x,), self._words(padded), self.cache)
+
+    def step(self, call: TileCall, x: Tensor, state: State) -> tuple[Any, State]:
+        """One tile: what it returns, and the state after it."""
+        result: tuple[Any, State] = self._with_weights(lambda: call.run(self.module, [x], state))
+        return result
+
+    def _ends(self, sizes: Sequence[int], without: int | None = None) -> dict[str, Tensor]:
+        """The states after tiles of these sizes, and the gradient of each of them; zeros for the state ``without``."""
+        x = self.x.detach().requires_grad_()
+        call, state = self.call(x), State()
+        for tile in x.split([*sizes], dim=1):
+            tile_state = [
+                torch.zeros_like(tensor) if number == without else tensor for number, tensor in enumerate(state)
+            ]
+            _, state = self.step(call, tile, tuple(tile_state))
+        ends = dict[str, Tensor]()
+        for name, tensor in zip(call.states, state, strict=True):
+            gradient = torch.autograd.grad((tensor * _random_like(tensor)).sum(), x, retain_graph=True)[0]
+            ends |= {name: tensor.detach(), f"{name}'s gradient": gradient}
+        return ends
+
+    def ends_elsewhere(self) -> str:
+        """Which state is another one after three tiles than after one, or has another gradient, or ""."""
+        whole, tiled = self._ends((TOKENS,)), self._ends(LAST_SHORT)
+        for number, state in enumerate([*whole][::2]):
+            without = self._ends(LAST_SHORT, number)
+            for name in (state, f"{state}'s gradient"):
+                error, effect = (_relative(ends[name], whole[name]) for ends in (tiled, without))
+                if not error <= max(self.tolerance * LEAST, min(self.tolerance, effect / TELLS)):
+                    return f"after three tiles the {name} is {error:.1g} off what one tile ends with"
+        return ""
+
+    def tiled(self, sizes: Sequence[int], x: Tensor, padded: bool = False) -> Any:
+        call = self.call(x, padded)
+        return in_tiles(self.module, call, call.tensors, StateTiles(tuple(sizes), frozenset()), lambda: self.weights)
+
+    def gradients(self, run: Callable[[Tensor], Any]) -> dict[str, Tensor]:
+        """Output, and the gradients of the input and of every weight that trains."""
+        x = self.x.detach().requires_grad_()
+        y = _output_of(run(x))
+        computed = torch.autograd.grad(y, [x, *self.weights.values()], self.upstream.to(y.dtype), allow_unused=True)
+        names = ["its input's gradient", *(f"the gradient of {name}" for name in self.weights)]
+        gradients = {name: gradient for name, gradient in zip(names, computed, strict=True) if gradient is not None}
+        return {"its output": y.detach(), **gradients}
+
+    def differs(self, got: Mapping[str, Tensor], expected: Mapping[str, Tensor], how: str) -> str:
+        """Why they are not the same, or ""."""
+        error, name = distance(got, expected)
+        if error <= self.tolerance:
+            return ""
+        return f"in {how} {name} is {error:.1g} off: the state or its gradient is not handed on"
+
+
+def _relative(got: Tensor, expected: Tensor) -> float:
+    return float((got.float() - expected.float()).norm() / expected.float().norm().clamp(min=1e-30))
+
+
+def distance(got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> tuple[float, str]:
+    """The largest relative error (L2), and of what; infinite where something is missing or not finite."""
+    if got.keys() != expected.keys():
+        return float("inf"), sorted(got.keys() ^ expected.keys())[0]
+    norms = {name: float(tensor.float().norm()) for name, tensor in expected.items()}
+    largest = max(norm for name, norm in norms.items() if name != "its output")
+    worst = 0.0, ""
+    for name, tensor in expected.items():
+        error = float((got[name].float() - tensor.float()).norm()) / max(norms[name], SMALL * largest, 1e-30)
+        if not error <= worst[0]:
+            worst = error if error == error else float("inf"), name
+    return worst
+
+
+@contextmanager
+def _without_dropout(module: nn.Module) -> Iterator[None]:
+    dropouts = [dropout for dropout in module.modules() if isinstance(dropout, nn.Dropout) and dropout.training]
+    for dropout in dropouts:
+        dropout.training = False
+    try:
+        yield
+    finally:
+        for dropout in dropouts:
+            dropout.training = True

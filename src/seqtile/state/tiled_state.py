@@ -1,0 +1,122 @@
+"""``forward`` of a layer with a state, or of its mixer alone, over tiles of the sequence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from seqtile._compat import CHECKPOINT_FUNCTION, captures_nothing, checkpoints_in_forward
+from seqtile.blocks.instance import Installed, inside_a_tile, logger
+from seqtile.engines.flat import named_weights
+from seqtile.engines.zero12 import reduces_as_they_arrive
+from seqtile.recognise.live_weights import foreign_hooks
+from seqtile.state.state_cache import cache_argument
+from seqtile.state.state_proof import StateProofs
+from seqtile.state.tile_call import ReadWholeError, TileCall, given, in_tiles
+from seqtile.tiling import state_tiles
+
+
+@dataclass(frozen=True)
+class StateSetting:
+    """How one layer with a state is tiled.
+
+    Attributes:
+        tile: tokens of the sequence per tile, or ``"auto"``.
+        name: qualified name of the layer or the mixer.
+        layer: qualified name of the decoder layer around it.
+        runs: whether the module runs in tiles; else only a mixer inside it does.
+    """
+
+    tile: int | str
+    name: str
+    layer: str
+    runs: bool = True
+
+
+class StateForward(Installed):
+    """``forward`` of one layer or mixer, over tiles of its sequence that hand a state on.
+
+    Args:
+        module: the layer or the mixer.
+        setting: how it is tiled.
+        proofs: what is proven of modules like it.
+
+    Attributes:
+        refused: why its last call ran whole although a tile is shorter than its sequence, or "".
+    """
+
+    def __init__(self, module: nn.Module, setting: StateSetting, proofs: StateProofs) -> None:
+        super().__init__(module, setting)  # type: ignore[arg-type]
+        self.state = setting
+        self.refused = ""
+        self.proofs = proofs
+        self.cache = cache_argument(module)
+
+    left_out_compiled = "state is left out where torch.compile compiles a layer: it runs whole"
+
+    def note(self) -> str:
+        return f"state={self.state.tile}" if self.state.runs else ""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module, cache = self.module, self.cache
+        if not self.state.runs or cache is None or inside_a_tile():
+            return self.original(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            self.note_compiled()
+            return self.original(*args, **kwargs)
+        if not torch.is_grad_enabled() and not module.training:
+            return self.original(*args, **kwargs)
+        checkpointed = module.training and getattr(module, "gradient_checkpointing", False)
+        if given(args, kwargs, cache) is not None and not checkpointed:
+            return self._whole("it was called with a cache; pass use_cache=False", args, kwargs)
+        if hooked := self._hooked():
+            return self._whole(f"{hooked} has hooks, which tiles would run on other tensors", args, kwargs)
+        call = TileCall(args, kwargs, cache)
+        if call.why_whole:
+            return self._whole(call.why_whole, args, kwargs)
+        cuts = state_tiles(call.tokens, call.batch, self.state.tile, call.documents)
+        if len(cuts.sizes) == 1 and not reduces_as_they_arrive(module.parameters()):
+            return self.original(*args, **kwargs)
+        self.check()
+        if why := self.proofs.why_not(module, call.tensors[0]):
+            return self._whole(why, args, kwargs)
+        self.refused = ""
+
+        def tiled(*tensors: Tensor) -> Any:
+            return in_tiles(module, call, tensors, cuts, lambda: dict(named_weights(module)))
+
+        tensors, call.tensors = call.tensors, []  # what a checkpoint puts on the host must not be held here
+        try:
+            if checkpointed and checkpoints_in_forward(module):
+                return getattr(module, CHECKPOINT_FUNCTION)(tiled, *tensors)
+            return tiled(*tensors)
+        except ReadWholeError as error:
+            return self._whole(str(error), args, kwargs)
+
+    def _hooked(self) -> str:
+        """A module inside with a hook that would see tiles, or ""."""
+        name: str
+        for name, submodule in self.module.named_modules():
+            if name and not all(map(captures_nothing, foreign_hooks(submodule))):
+                return name
+        return ""
+
+    def _whole(self, why: str, args: Any, kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            self.refused = why
+            if self.is_news(why):
+                logger.warning("%s runs whole: %s", self.state.name, why)
+        return self.original(*args, **kwargs)
+
+
+def refusals(model: nn.Module) -> list[str]:
+    """Which layers ran whole at their last call, and why."""
+    names_by_refusal: dict[str, list[str]] = {}
+    for module in model.modules():
+        forward = module.__dict__.get("forward")
+        if isinstance(forward, StateForward) and forward.refused:
+            names_by_refusal.setdefault(forward.refused, []).append(forward.state.name)
+    return [f"state: {', '.join(names)} not in tiles: {why}" for why, names in names_by_refusal.items()]
