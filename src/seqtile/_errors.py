@@ -53,7 +53,7 @@ def _raised_in(error: BaseException) -> FrameType | None:
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     for frame in reversed(frames):
         package = _package(frame)
-        if package not in _BELOW and frame.f_code.co_name not in ("__torch_dispatch__", "__torch_function__"):
+        if package not in _LOWER_PACKAGES and frame.f_code.co_name not in ("__torch_dispatch__", "__torch_function__"):
             return frame
     return None
 
@@ -62,7 +62,7 @@ def _package(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__", "")).partition(".")[0]
 
 
-_BELOW = {"torch", "numpy", "", *sys.stdlib_module_names}
+_LOWER_PACKAGES = {"torch", "numpy", "", *sys.stdlib_module_names}
 
 
 def expect_module(model: Any, caller: str) -> None:
@@ -91,7 +91,8 @@ def expect_tensors(**given: Any) -> None:
 
     for name, value in given.items():
         if not isinstance(value, Tensor):
-            raise ValueError(f"{name} is {_described(value)}, expected a tensor")
+            what = "None" if value is None else f"of type {type(value).__name__}"
+            raise ValueError(f"{name} is {what}, expected a tensor")
 
 
 def expect_number(name: str, value: Any, least: float, most: float, expected: str, *, whole: bool = False) -> None:
@@ -103,7 +104,3 @@ def expect_number(name: str, value: Any, least: float, most: float, expected: st
     right = isinstance(value, Integral if whole else Real) and not isinstance(value, bool)
     if not right or not least <= float(value) <= most:
         raise ValueError(f"{name}={value!r}: expected {expected}")
-
-
-def _described(value: Any) -> str:
-    return "None" if value is None else f"of type {type(value).__name__}"

@@ -47,7 +47,7 @@ class Written(nn.Module):
 
     def __init__(self, number: int, weights: int, epsilon: float = 1e-3, width: int = D) -> None:
         super().__init__()
-        self.written, self.flags = norms.WRITTEN[number]
+        self.written, self.flags = norms.KNOWN_NORMS[number]
         self.number, self.epsilon = number, epsilon
         names = ("weight", "bias")[:weights]
         for seed, name in enumerate(names):
@@ -96,7 +96,7 @@ def through_the_operator(norm: nn.Module, formula: norms.NormFormula, sizes: tup
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float32])
 def test_every_way_to_write_one_is_known(dtype: torch.dtype) -> None:
-    for number, (_, flags) in enumerate(norms.WRITTEN):
+    for number, (_, flags) in enumerate(norms.KNOWN_NORMS):
         for weights in (0, 1, 2):
             formula = proved(Written(number, weights).to(dtype), dtype)
             assert formula is not None, (number, weights)
@@ -279,7 +279,7 @@ def test_norms_of_known_models(
 
     class Noted(norms.NormKernels):
         def forward(self, norm: norms.NormFormula, *args: Any) -> bool:
-            seen.append(next(i for i, (written, _) in enumerate(norms.WRITTEN) if written is norm.written))
+            seen.append(next(i for i, (written, _) in enumerate(norms.KNOWN_NORMS) if written is norm.written))
             return False
 
     monkeypatch.setitem(norms.BY_DEVICE, "cpu", Noted())

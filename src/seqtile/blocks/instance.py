@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from operator import is_
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -36,7 +35,7 @@ from seqtile.engines.zero12 import reduces_as_they_arrive
 from seqtile.ops.fused_norm import fused_norm
 from seqtile.ops.mlp import FusedWeights, fused_mlp
 from seqtile.ops.rng import RowWise
-from seqtile.ops.tile_checkpoint import run_in_tiles
+from seqtile.ops.tile_checkpoint import NO_TENSORS, run_in_tiles
 from seqtile.ops.token_tiles import refuse_trace
 from seqtile.recognise.chain import Chain
 from seqtile.recognise.known_kernels import own_forward
@@ -46,7 +45,6 @@ from seqtile.recognise.snapshot import Snapshot
 from seqtile.tiling import FUSED_WIDTHS, LIVE_WIDTHS, BlockShape, KeepRule, TileRule
 
 logger = first_rank_logger(__name__)
-_NONE: Mapping[str, Tensor] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -248,7 +246,7 @@ class Installed(ForwardStandIn):
         untiled: Callable[[], Any],
         lanes: int = 1,
         mode: Mode | None = None,
-        computed: Mapping[str, Tensor] = _NONE,
+        computed: Mapping[str, Tensor] = NO_TENSORS,
     ) -> Any:
         """Run ``call``, which is ``chain``, on tiles of ``tensors``.
 
@@ -458,7 +456,7 @@ class TiledForward(Installed):
     """``forward`` of one position-wise module, over tiles of tokens."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module, original, computed = self.module, self.original, _NONE
+        module, original, computed = self.module, self.original, NO_TENSORS
         if not torch.compiler.is_compiling():
             self.refuse_copies()
             if hasattr(module, "parametrizations"):

@@ -48,7 +48,7 @@ def dry_run(recipe: Recipe, progress: Any, nodes: int = 1) -> None:
     progress.stage("planning")
     notes: list[str] = []
     recipe = fitted(recipe, None, notes.append, nodes)
-    plan = _plan(recipe, nodes)
+    plan = _plan_or_reason(recipe, nodes)
     progress.end()
     console = Console(highlight=False, soft_wrap=True, markup=False)
     console.print("Settings", style="bold")
@@ -58,7 +58,7 @@ def dry_run(recipe: Recipe, progress: Any, nodes: int = 1) -> None:
     for name, row_set in data.sets.items():
         sample = row_set.sample
         console.print(f"\n{'Data' if name == 'train' else 'Evaluation data'}", style="bold")
-        console.print(_described(data, name))
+        console.print(_describe_rows(data, name))
         console.print(f"\nThe first row, {len(sample[0].ids):,} tokens; those between {OPEN} and {CLOSE} count:")
         console.print(marked(sample[0], tokenizer))
     console.print("\nPlan", style="bold")
@@ -84,7 +84,7 @@ def _settings(recipe: Recipe) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value not in (defaults.get(name), None, {}, [])}
 
 
-def _described(data: Data, name: str) -> str:
+def _describe_rows(data: Data, name: str) -> str:
     """What the sample tells of the rows."""
     from seqtile.train.data_summary import DataSummary
 
@@ -116,7 +116,7 @@ def marked(row: Tokens, tokenizer: Any) -> Text:
     return text
 
 
-def _plan(recipe: Recipe, nodes: int) -> Any:
+def _plan_or_reason(recipe: Recipe, nodes: int) -> Any:
     """The plan of a step, or why there is none."""
     from seqtile.planner.memory_plan import plan
     from seqtile.train.fit import request_of

@@ -131,14 +131,14 @@ def _print_verdict(
         line += f"; about {_time(seconds)} at {EFFICIENCY:.0%} of {request.device.tflops:g} TFLOPS (assumed)"
     console.print(line + ".")
     if moved := bytes_between_nodes(request, planner.counts, estimate.tokens):
-        console.print(f"Between nodes a step moves {_moved(moved, request.node_link, 'each')}.")
+        console.print(f"Between nodes a step moves {_traffic(moved, request.node_link, 'each')}.")
     if (request.nodes > 1 or request.device_link) and (
         inside := bytes_inside_a_node(request, planner.counts, estimate.tokens)
     ):
-        console.print(f"Inside a node it moves {_moved(inside, request.device_link, 'each device')}.")
+        console.print(f"Inside a node it moves {_traffic(inside, request.device_link, 'each device')}.")
 
 
-def _moved(by_part: dict[str, float], link: float | None, out_of: str) -> str:
+def _traffic(by_part: dict[str, float], link: float | None, out_of: str) -> str:
     """``"3.2 GiB out of each: weights 2.0, gradients 1.2; 40 s at 8 Gbit/s"``."""
     parts = ", ".join(f"{name} {value / GIB:,.1f}" for name, value in by_part.items())
     over = "" if link is None else f"; {_time(sum(by_part.values()) / link)} at {link * 8 / 1e9:g} Gbit/s"

@@ -162,14 +162,14 @@ def print_outcome(outcome: Outcome) -> None:
         table.add_column("tiled", justify="right")
         table.add_column("untiled", justify="right")
         table.add_column("ratio", justify="right")
-    for row in _rows(outcome, comparison):
+    for row in _table_rows(outcome, comparison):
         table.add_row(*(Text(cell) for cell in row))
     console.print(table)
     for name, value in _lines(outcome, comparison):
         console.print(Text.assemble((f"{name:<9}", "bold"), value), soft_wrap=True)
 
 
-def _rows(outcome: Outcome, comparison: Comparison | None) -> list[tuple[str, ...]]:
+def _table_rows(outcome: Outcome, comparison: Comparison | None) -> list[tuple[str, ...]]:
     if comparison is None:
         rows: list[tuple[str, ...]] = [
             ("seconds per step", "-" if outcome.step_seconds is None else f"{outcome.step_seconds:.2f}")

@@ -89,13 +89,13 @@ def tensors_in(values: Iterable[Any]) -> list[Tensor]:
 
 def name_of(func: Any) -> str:
     """``aten::mm`` for each of ``aten.mm.default``, ``aten.mm.out`` and ``aten.mm.dtype``."""
-    entry = _NAMES.get(id(func))
+    entry = _OPERATOR_NAMES.get(id(func))
     if entry is None:
-        entry = _NAMES[id(func)] = (schema_of(func).name if isinstance(func, OpOverload) else str(func)), func
+        entry = _OPERATOR_NAMES[id(func)] = (schema_of(func).name if isinstance(func, OpOverload) else str(func)), func
     return entry[0]
 
 
-_NAMES: dict[int, tuple[str, Any]] = {}
+_OPERATOR_NAMES: dict[int, tuple[str, Any]] = {}
 """Names by the operator's id, which is quicker to look up than the operator; and the operator, whose id stays its."""
 
 

@@ -134,7 +134,7 @@ def apply_options(model: nn.Module, options: TilingOptions) -> Report:
     blocks, chosen, left = list[Candidate](), list[Candidate](), list[Left]()
     if options.tiled:
         refuse_tiled_by_unsloth(model)
-        blocks, chosen, left = _choose(model, options)
+        blocks, chosen, left = _choose_blocks(model, options)
     count = max(len(chosen), 1)
     keep = with_free_memory(options.keep_rule(count), model, count)
     with rest.replacing(model), replacing(model):
@@ -157,7 +157,7 @@ def apply_options(model: nn.Module, options: TilingOptions) -> Report:
     return report
 
 
-def _choose(model: nn.Module, options: TilingOptions) -> tuple[list[Candidate], list[Candidate], list[Left]]:
+def _choose_blocks(model: nn.Module, options: TilingOptions) -> tuple[list[Candidate], list[Candidate], list[Left]]:
     """All blocks, those to tile, and what is left alone.
 
     Raises:

@@ -26,7 +26,7 @@ from seqtile.rules import Combination, check_combination
 if TYPE_CHECKING:
     from seqtile.integrations.callback import TilingCallback
 
-NAME = "seqtile"
+CALLBACK_NAME = "seqtile"
 """What ``--callbacks`` knows it by."""
 
 SHARDS = 4
@@ -64,10 +64,10 @@ def register() -> None:
             _log("the seqtile plugin is loaded and tiles nothing: add --use_tiled_mlp true")
         elif type(arguments).__module__.startswith("swift.megatron"):
             raise UserError("megatron builds models of its own, which seqtile does not tile: use swift sft")
-        elif NAME not in arguments.callbacks:
-            arguments.callbacks.append(NAME)
+        elif CALLBACK_NAME not in arguments.callbacks:
+            arguments.callbacks.append(CALLBACK_NAME)
         kwargs = requested or kwargs
-    callbacks_map[NAME] = partial(make_callback, **kwargs)
+    callbacks_map[CALLBACK_NAME] = partial(make_callback, **kwargs)
 
 
 def _local(function: str, name: str) -> Any:
@@ -104,10 +104,10 @@ def settings(arguments: Any, remaining: list[str], variable: str | None) -> dict
         use = True if arguments.use_tiled_mlp else use
         shards = getattr(arguments, "tiled_mlp_num_shards", None) or shards
         arguments.use_tiled_mlp = False
-    named = NAME in arguments.callbacks
+    named = CALLBACK_NAME in arguments.callbacks
     if use is False:
         if named or variable or kwargs:
-            switch = f"--callbacks {NAME}" if named else f"{VARIABLE}={variable}" if variable else FLAG
+            switch = f"--callbacks {CALLBACK_NAME}" if named else f"{VARIABLE}={variable}" if variable else FLAG
             raise UserError(f"--use_tiled_mlp false and {switch} contradict each other: leave one of them out")
         return None
     sizes = {

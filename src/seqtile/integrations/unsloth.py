@@ -56,14 +56,14 @@ def patch_tiled_mlp(
         UserError: an option is wrong (a target that is no number too), nothing matches, a module mixes tokens or holds
             attention, or Unsloth has tiled the model already.
     """
-    tile, named = _read(patch_options_str, model)
+    tile, named = _parse_option(patch_options_str, model)
     if named and modules is not None:
         raise UserError(f"patch_options_str={patch_options_str!r} and modules= both name modules: give one of them")
     targets = named if modules is None else list(modules)
     if not targets and modules is None:
         apply(model, tile=tile)
         return model
-    chosen = _named(model, targets, one_is_enough=bool(named))
+    chosen = _match_modules(model, targets, one_is_enough=bool(named))
     for name in chosen:
         taken = inspect.signature(type(model.get_submodule(name)).forward).parameters
         if mixing := sorted(_OF_ATTENTION & taken.keys()):
@@ -125,14 +125,14 @@ def patch_mlp(
             raise UserError(f"num_shards={num_shards!r}: expected a number of tiles, 1 or more")
         tile = f"shards:{num_shards}"
     elif target_gb is not None:
-        tile = f"memory:{_bytes(f'target_gb={target_gb!r}', str(target_gb))}"
+        tile = f"memory:{_parse_gb(f'target_gb={target_gb!r}', str(target_gb))}"
     else:
-        tile, _ = _read("target" if target_arctic is False else "arctic", mlp_module)
+        tile, _ = _parse_option("target" if target_arctic is False else "arctic", mlp_module)
     tile_module(mlp_module, tile=tile)
     return mlp_module
 
 
-def _read(option: str, model: nn.Module) -> tuple[str, list[str]]:
+def _parse_option(option: str, model: nn.Module) -> tuple[str, list[str]]:
     """The rule of :func:`seqtile.apply` that an option string stands for, and the modules that it names."""
     if not isinstance(option, str):
         raise UserError(f"patch_options_str={option!r}: got {type(option).__name__}, expected {_OPTIONS}")
@@ -151,13 +151,13 @@ def _read(option: str, model: nn.Module) -> tuple[str, list[str]]:
     if word == "target" and len(values) <= 2:
         has_size = bool(values and values[0])
         return (
-            f"memory:{_bytes(f'patch_options_str={option!r}', values[0]) if has_size else _half_of_free(model)}",
+            f"memory:{_parse_gb(f'patch_options_str={option!r}', values[0]) if has_size else _half_of_free(model)}",
             named,
         )
     raise UserError(f"patch_options_str={option!r}: expected {_OPTIONS}")
 
 
-def _bytes(argument: str, text: str) -> int:
+def _parse_gb(argument: str, text: str) -> int:
     """Bytes of a memory in GB; ``argument`` is what an error quotes."""
     number = text.strip().lower().removesuffix("gib").removesuffix("gb")
     try:
@@ -176,7 +176,7 @@ def _half_of_free(model: nn.Module) -> int:
     return free // 2
 
 
-def _named(model: nn.Module, targets: Sequence[str | nn.Module], one_is_enough: bool) -> list[str]:
+def _match_modules(model: nn.Module, targets: Sequence[str | nn.Module], one_is_enough: bool) -> list[str]:
     """Qualified names of what is wanted.
 
     Raises:

@@ -2,7 +2,7 @@
 
 A norm written in Python is ten passes over fp32 tensors. The kernels read the input and write the result, in fp32
 inside, statistics included; the backward reads the input again. What a module computes is recognised by its trace
-(:mod:`seqtile.recognise.formula`), which must be that of one of :data:`WRITTEN`.
+(:mod:`seqtile.recognise.formula`), which must be that of one of :data:`KNOWN_NORMS`.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _torch_rms(x: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: f
     return h if bias is None else h + bias
 
 
-WRITTEN: tuple[tuple[Written, dict[str, bool]], ...] = (
+KNOWN_NORMS: tuple[tuple[Written, dict[str, bool]], ...] = (
     (functools.partial(_rms, cast="early", scale="own"), {}),  # Llama, Qwen, Mistral
     (functools.partial(_rms, scale="own"), {}),  # OLMo
     (functools.partial(_rms, scale="plus_one"), {"plus_one": True}),  # Gemma

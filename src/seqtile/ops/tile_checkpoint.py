@@ -41,7 +41,7 @@ from seqtile.ops.token_tiles import Cuts, Outputs, SequenceCuts, is_differentiab
 
 Weights = Callable[[], Mapping[str, Tensor]]
 State = tuple[Tensor, ...]
-_NONE: Mapping[str, Tensor] = MappingProxyType({})
+NO_TENSORS: Mapping[str, Tensor] = MappingProxyType({})
 RunWithState = Callable[[Sequence[Tensor], Mapping[str, Tensor], State], tuple[Any, State]]
 
 
@@ -50,7 +50,7 @@ def run_in_tiles(
     tensors: Sequence[Tensor],
     sizes: Sequence[int],
     weights: Weights = dict,
-    computed: Mapping[str, Tensor] = _NONE,
+    computed: Mapping[str, Tensor] = NO_TENSORS,
 ) -> Any:
     """Compute ``run(tensors, computed)`` one tile of rows at a time.
 
@@ -147,7 +147,7 @@ def _without_state(run: RunTiles) -> RunWithState:
 
 def _run_without_gradient(
     run: RunWithState, tensors: Sequence[Tensor], cuts: Cuts, begins: Collection[int] = (),
-    computed: Mapping[str, Tensor] = _NONE,
+    computed: Mapping[str, Tensor] = NO_TENSORS,
 ) -> Any:  # fmt: skip
     rows = cuts.rows(tensors)  # [N, D_i] each; along a sequence [B, T, ...]
     output = Outputs(cuts)
@@ -165,7 +165,7 @@ def _run_with_gradient(
     weights: Weights,
     live: Mapping[str, Tensor],
     begins: Collection[int] = (),
-    computed: Mapping[str, Tensor] = _NONE,
+    computed: Mapping[str, Tensor] = NO_TENSORS,
 ) -> Any:
     rows = cuts.rows(tensors)  # [N, D_i] each; along a sequence [B, T, ...]
     trained = {name: weight for name, weight in live.items() if weight.requires_grad}

@@ -127,7 +127,7 @@ def kind_of(name: str, module: nn.Module) -> str:
     over_sequence = any(conv.kernel_size[0] > 1 and conv.groups == conv.in_channels for conv in convolutions)
     if over_sequence or not _STATE_PARAMETERS.isdisjoint(parameters_of(module)):
         return UNKNOWN_STATE
-    if isinstance(module, nn.ModuleList) or not any(_is_linear(submodule) for submodule in module.modules()):
+    if isinstance(module, nn.ModuleList) or not any(_is_linear_layer(submodule) for submodule in module.modules()):
         return ""
     class_name = _plain_class(module)
     called_so = _ATTENTION_NAME.search(name) or _ATTENTION_CLASS.search(class_name)
@@ -172,7 +172,7 @@ def _mixers(prefix: str, module: nn.Module) -> Iterator[tuple[str, str]]:
             yield from _mixers(full, child)
 
 
-def _is_linear(module: nn.Module) -> bool:
+def _is_linear_layer(module: nn.Module) -> bool:
     """A linear layer of any class: transformers' Conv1D, packed and adapted ones too."""
     weight = parameters_of(module).get("weight")
     return weight is not None and weight.dim() == 2 and not isinstance(module, nn.Embedding)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from seqtile._compat import READ_NUMBER_NAME
 from seqtile.engines.flat import named_weights
 from seqtile.ops.mlp import FusedWeights, plain_mlp
-from seqtile.ops.norm import WRITTEN, NormFormula
+from seqtile.ops.norm import KNOWN_NORMS, NormFormula
 from seqtile.ops.pointwise import ACTIVATIONS, Activation
 from seqtile.recognise.chain import Chain, ViewOf, itself
 from seqtile.recognise.live_weights import differ_in_dtype, has_hooks, projection_of, row_wise
@@ -169,7 +169,7 @@ def _norms(module: nn.Module) -> Iterator[NormFormula]:
     if len(shapes) > 2 or any(dim != 1 for dim in shapes) or next(module.children(), None) is not None:
         return
     numbers = {value for value in vars(module).values() if type(value) is float and 0 < value < 1}
-    for written, flags in WRITTEN:
+    for written, flags in KNOWN_NORMS:
         for epsilon in numbers:
             yield NormFormula(written, epsilon, len(shapes), **flags)
 

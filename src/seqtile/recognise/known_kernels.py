@@ -143,7 +143,7 @@ class _OffsetRMSNorm(nn.Module):
     casting_mode: str
 
     def forward(self, x: Tensor) -> Tensor:
-        """Written as the models write theirs, so that the trace is one of :data:`seqtile.ops.norm.WRITTEN`."""
+        """Written as the models write theirs, so that the trace is one of :data:`seqtile.ops.norm.KNOWN_NORMS`."""
         if self.casting_mode == "none":
             h = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
             return h if self.weight is None else h * (self.offset + self.weight)

@@ -20,7 +20,7 @@ from seqtile._compat import (
 from seqtile.counting.watch import tensors_in
 from seqtile.recognise.sizes import NoRule, NotPerToken, Untraceable, holds_tokens
 from seqtile.recognise.token_flow import MIXED, Atoms, Call, Expressions, Flow, features
-from seqtile.recognise.token_rules import RULES, literal, rule_for
+from seqtile.recognise.token_rules import TOKEN_RULES, literal, rule_for
 
 _UNUSED = ("layout", "device", "pin_memory", "memory_format", "generator", "non_blocking", "output_mask")
 """Arguments that change no value."""
@@ -110,7 +110,7 @@ class Recorder(TorchDispatchMode):
             if argument.alias_info is not None and argument.alias_info.is_write
         ]  # fmt: skip
         read_arguments = {key: value for key, value in arguments.items() if key not in written or key == "self"}
-        base = name if name in RULES else name.rstrip("_") if written else name
+        base = name if name in TOKEN_RULES else name.rstrip("_") if written else name
         call = Call(base, read_arguments, out, self.flow, self.expressions, self.axes, self.in_backward)
         try:
             if rule is None:

@@ -394,7 +394,7 @@ def copied(call: Call) -> list[Flow]:
     return [replace(flow, expr=call.expressions.number("to", expr, tensor.dtype) if cast else expr)]
 
 
-def refusing(why: str) -> Rule:
+def refusing(why: str) -> TokenRule:
     """The rule of operators that refuse tokens: ``why`` completes the sentence."""
 
     def rule(call: Call) -> list[Flow]:
@@ -417,8 +417,8 @@ def drawn(call: Call) -> list[Flow]:
     raise NotPerToken(f"it draws random numbers that are no dropout's ({call.name})")
 
 
-Rule = Callable[[Call], list[Flow]]
-RULES: Mapping[str, Rule] = {
+TokenRule = Callable[[Call], list[Flow]]
+TOKEN_RULES: Mapping[str, TokenRule] = {
     name: rule
     for rule, names in (
         (same, "clone _to_copy detach alias contiguous"),
@@ -464,14 +464,14 @@ _POINTWISE = frozenset(
 """Operators that are pointwise and not tagged so."""
 
 
-def rule_for(func: Any, name: str) -> Rule | None:
+def rule_for(func: Any, name: str) -> TokenRule | None:
     """The rule of an operator, or of the one whose result it writes in place; None where there is none."""
-    if name in RULES:
-        return RULES[name]
+    if name in TOKEN_RULES:
+        return TOKEN_RULES[name]
     plain = getattr(torch.ops.aten, name.rstrip("_"), None)
     tags = {tag for overload in (plain.overloads() if plain else ()) for tag in getattr(plain, overload).tags} | set(
         func.tags
     )
     if torch.Tag.nondeterministic_seeded in tags:
         return drawn
-    return pointwise if torch.Tag.pointwise in tags or name in _POINTWISE else RULES.get(name.rstrip("_"))
+    return pointwise if torch.Tag.pointwise in tags or name in _POINTWISE else TOKEN_RULES.get(name.rstrip("_"))

@@ -43,8 +43,11 @@ def trainer_arguments(recipe: Recipe, output: Path, *, documents: bool, rows: in
     Raises:
         UserError: ``trainer:`` holds a key that ``SFTConfig`` does not know, or values that it refuses.
     """
+    import torch
+    from transformers.utils import is_torch_bf16_gpu_available  # type: ignore[attr-defined]
     from trl import SFTConfig  # type: ignore[attr-defined]
 
+    on_cpu = not torch.accelerator.is_available()
     values: dict[str, Any] = {
         "output_dir": str(output),
         "max_length": recipe.max_length,
@@ -60,7 +63,8 @@ def trainer_arguments(recipe: Recipe, output: Path, *, documents: bool, rows: in
         "save_total_limit": KEPT_CHECKPOINTS,
         "report_to": "none",
         "disable_tqdm": True,
-        **_precision(),
+        "use_cpu": on_cpu,
+        "bf16": not on_cpu and is_torch_bf16_gpu_available(),
         **_packing(recipe, documents),
         **_sequence_split(recipe),
     }
@@ -103,15 +107,6 @@ def adapter_config(lora: LoraRecipe | None, model: nn.Module, frozen: Sequence[s
         unread = [name for name in linear if name.startswith(tuple(f"{tower}." for tower in frozen))]
         config.exclude_modules = [*(config.exclude_modules or ()), *unread]
     return config
-
-
-def _precision() -> dict[str, Any]:
-    """bf16 products where an accelerator has them, fp32 on the CPU."""
-    import torch
-    from transformers.utils import is_torch_bf16_gpu_available  # type: ignore[attr-defined]
-
-    on_cpu = not torch.accelerator.is_available()
-    return {"use_cpu": on_cpu, "bf16": not on_cpu and is_torch_bf16_gpu_available()}
 
 
 def _evaluation(recipe: Recipe) -> dict[str, Any]:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from seqtile.planner.request import Request
     from seqtile.planner.step_config import Lora
 
-OPTIMIZERS = {
+TRAINER_OPTIMIZERS = {
     "adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_bnb_8bit": "adamw-8bit", "adamw_8bit": "adamw-8bit",
     "lion_32bit": "lion", "adafactor": "adafactor", "sgd": "sgd",
 }  # fmt: skip
@@ -109,10 +109,12 @@ def request_of(recipe: Recipe, memory: int | None = None, nodes: int = 1) -> Req
     from seqtile.train.load import load_config
 
     optim = str(recipe.trainer.get("optim", "adamw_torch_fused"))
-    if optim not in OPTIMIZERS:
-        raise UserError(f"no plan knows optimiser {optim!r}; use one of {', '.join(OPTIMIZERS)}, or leave --fit out")
+    if optim not in TRAINER_OPTIMIZERS:
+        raise UserError(
+            f"no plan knows optimiser {optim!r}; use one of {', '.join(TRAINER_OPTIMIZERS)}, or leave --fit out"
+        )
     optimizer = "sgd-momentum" if optim == "sgd" and "momentum" in str(recipe.trainer.get("optim_args")) else (
-        OPTIMIZERS[optim])  # fmt: skip
+        TRAINER_OPTIMIZERS[optim])  # fmt: skip
     quantised = recipe.model_kwargs.get("quantization_config") or {}
     four_bit = isinstance(quantised, dict) and bool(quantised.get("load_in_4bit"))
     if quantised and not (four_bit and recipe.lora):

@@ -54,7 +54,9 @@ def load_model(recipe: Recipe) -> tuple[PreTrainedModel, PreTrainedTokenizerBase
     path = existing_model(recipe.model)
     config, kwargs = _configured(path, recipe)
     tokenizer = tokenizer_of(recipe)
-    kwargs = {"config": config, "dtype": weights_dtype(recipe), **_attention(recipe), **kwargs}
+    if recipe.sp_size > 1:  # Ulysses replaces one attention by name: the model must have been loaded with that one
+        kwargs = {"attn_implementation": recipe.attention, **kwargs}
+    kwargs = {"config": config, "dtype": weights_dtype(recipe), **kwargs}
     return _load_weights(path, recipe, **kwargs), tokenizer
 
 
@@ -390,11 +392,6 @@ def _load_weights(path: str, recipe: Recipe, **kwargs: Any) -> PreTrainedModel:
 
 def _sizes(shape: Any) -> str:
     return " x ".join(map(str, shape))
-
-
-def _attention(recipe: Recipe) -> dict[str, Any]:
-    """Ulysses stands in for one attention by name, so the model has to have been loaded with that one."""
-    return {"attn_implementation": recipe.attention} if recipe.sp_size > 1 else {}
 
 
 def weights_dtype(recipe: Recipe) -> Any:

@@ -14,7 +14,7 @@ from seqtile.devices import GIB, accelerator, peak_bytes, peak_resident_bytes
 from seqtile.train.atomic_files import write_whole
 
 METRICS_FILE = "metrics.jsonl"
-KEPT = ("loss", "learning_rate", "grad_norm", "mean_token_accuracy", "entropy", "eval_loss", "eval_mean_token_accuracy")
+LOGS = ("loss", "learning_rate", "grad_norm", "mean_token_accuracy", "entropy", "eval_loss", "eval_mean_token_accuracy")
 """What is taken from the trainer's log as it is."""
 
 
@@ -38,7 +38,7 @@ class Metrics(TrainerCallback):
     """Makes the records.
 
     Each has ``step``, ``epoch``, ``seconds`` since training began here, ``seconds_left`` by the mean step so far, what
-    :data:`KEPT` names, ``tokens`` and ``tokens_per_s`` of all ranks, and the first rank's ``peak_allocated_gib``, or on
+    :data:`LOGS` names, ``tokens`` and ``tokens_per_s`` of all ranks, and the first rank's ``peak_allocated_gib``, or on
     the CPU ``peak_resident_gib``.
 
     Args:
@@ -73,7 +73,7 @@ class Metrics(TrainerCallback):
         }  # fmt: skip
         if done:
             values["seconds_left"] = round((now - self._began) / done * (state.max_steps - state.global_step), 1)
-        values |= {name: float(logs[name]) for name in KEPT if name in logs}
+        values |= {name: float(logs[name]) for name in LOGS if name in logs}
         if "num_tokens" in logs and "loss" in logs:
             values["tokens"] = int(logs["num_tokens"])
             if self._tokens is not None:

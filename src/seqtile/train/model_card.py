@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from seqtile.devices import package_version
 from seqtile.train.recipe import DEMO, Recipe
+from seqtile.train.resume import PACKAGES
 from seqtile.train.trainer_fields import best_metric
 
 if TYPE_CHECKING:
     from seqtile.train.data_summary import DataSummary
 
 TEMPLATE = Path(__file__).with_suffix(".md")
-PACKAGES = ("seqtile", "torch", "transformers", "trl", "accelerate", "datasets", "peft")
 
 
 def write_card(folder: Path, recipe: Recipe, state: Any, data: Mapping[str, DataSummary], tiling: str) -> None:
@@ -42,8 +42,8 @@ def write_card(folder: Path, recipe: Recipe, state: Any, data: Mapping[str, Data
         template_path=str(TEMPLATE),
         model_name=folder.name,
         kind="Weights of" if recipe.lora is None else f"LoRA adapters of rank {recipe.lora.r} for",
-        base=_named(recipe.model, "", on_hub),
-        dataset=_named(recipe.dataset, "datasets/", on_hub),
+        base=_link(recipe.model, "", on_hub),
+        dataset=_link(recipe.dataset, "datasets/", on_hub),
         data=data,
         steps=state.global_step,
         rows=recipe.batch_size * recipe.gradient_accumulation * (recipe.nproc or 1) // recipe.split,
@@ -56,7 +56,7 @@ def write_card(folder: Path, recipe: Recipe, state: Any, data: Mapping[str, Data
         best=None if state.best_metric is None else (state.best_global_step, state.best_metric),
         best_metric=best_metric(recipe)[0].replace("_", " "),
         versions={
-            **{name: version for name in PACKAGES if (version := package_version(name))},
+            **{name: version for name in ("seqtile", *PACKAGES, "datasets") if (version := package_version(name))},
             "python": platform.python_version(),
         },
     )
@@ -76,7 +76,7 @@ def _is_on_hub(name: str) -> bool:
     return name != DEMO and not Path(name).expanduser().exists()
 
 
-def _named(name: str, kind: str, on_hub: Mapping[str, bool]) -> str:
+def _link(name: str, kind: str, on_hub: Mapping[str, bool]) -> str:
     if name == DEMO:
         return "the embedded demo"
     return f"[{name}](https://huggingface.co/{kind}{name})" if on_hub[name] else f"`{name}`"

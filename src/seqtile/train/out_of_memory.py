@@ -191,10 +191,10 @@ def largest_tensors(error: BaseException, model: Any, optimizer: Any, whereabout
         count = counts[group]
         many = f"{count} x {group[0]}" if count > 1 else examples[group]
         dtype = str(group[2]).removeprefix("torch.")
-        lines.append(f"{_gib(nbytes):>12}  {many}, {' x '.join(map(str, group[1])) or 'a number'} {dtype}")
+        lines.append(f"{_in_gib(nbytes):>12}  {many}, {' x '.join(map(str, group[1])) or 'a number'} {dtype}")
     return [
         *lines,
-        "in all: " + ", ".join(f"{category} {_gib(nbytes)}" for category, nbytes in totals.most_common()),
+        "in all: " + ", ".join(f"{category} {_in_gib(nbytes)}" for category, nbytes in totals.most_common()),
     ]
 
 
@@ -236,7 +236,7 @@ def _device_type(model: nn.Module) -> str:
     return next((weight.device.type for weight in model.parameters()), "cpu")
 
 
-def _gib(nbytes: int) -> str:
+def _in_gib(nbytes: int) -> str:
     return f"{nbytes / 2**30:,.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:,.2f} MiB"
 
 
@@ -245,10 +245,10 @@ def device_memory(model: nn.Module) -> tuple[str, int]:
     device_type = _device_type(model)
     if device_type == "cpu":
         free = available_host_bytes()
-        return f"this host has {_gib(free)} free", free
+        return f"this host has {_in_gib(free)} free", free
     free, total = device_bytes(torch.device(device_type))
     if not total:
         return "", 0
     allocated, reserved = allocated_bytes(), reserved_bytes()
-    usage = f"{_gib(allocated)} in tensors, {_gib(reserved - allocated)} cached by the allocator, {_gib(free)} free"
-    return f"the device has {_gib(total)}: {usage}", free
+    usage = f"{_in_gib(allocated)} in tensors, {_in_gib(reserved - allocated)} cached by the allocator"
+    return f"the device has {_in_gib(total)}: {usage}, {_in_gib(free)} free", free

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from seqtile.devices import MIB, device_name, package_version
 from seqtile.planner.phases import ATTENTION, BLOCK, BLOCK_AND_NORMS, HEAD, REST
+from seqtile.train.resume import PACKAGES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,8 +25,7 @@ if TYPE_CHECKING:
     from seqtile.train.data_summary import DataSummary
     from seqtile.train.recipe import Recipe
 
-PACKAGES = ("seqtile", "torch", "transformers", "trl", "accelerate", "peft")
-COLOURS = {BLOCK: "#d1495b", BLOCK_AND_NORMS: "#d1495b", ATTENTION: "#30638e", HEAD: "#edae49", REST: "#9aa5ab"}
+PALETTE = {BLOCK: "#d1495b", BLOCK_AND_NORMS: "#d1495b", ATTENTION: "#30638e", HEAD: "#edae49", REST: "#9aa5ab"}
 DPI = 120
 
 
@@ -91,7 +91,7 @@ def numbers(outcome: Outcome) -> dict[str, Any]:
         "device": device_name(),
         "engine": {key: getattr(outcome.recipe, key) for key in ("engine", "nproc", "sp_size", "cp_size")},
         "python": platform.python_version(),
-        "versions": {name: package_version(name) for name in PACKAGES},
+        "versions": {name: package_version(name) for name in ("seqtile", *PACKAGES)},
         "tiling": None if outcome.tiling is None else f"{outcome.tiling}; {outcome.ran}",
         "data": {name: asdict(summary) for name, summary in outcome.data.items()},
         "retries": list(outcome.retries),
@@ -114,7 +114,7 @@ def plot_loss(losses: Sequence[tuple[int, float]], path: Path) -> None:
     axes = figure.subplots()
     steps, values = zip(*losses, strict=True)
     axes.plot(
-        steps, values, color=COLOURS[ATTENTION], linewidth=1.6, marker="o" if len(losses) <= 50 else "", markersize=3
+        steps, values, color=PALETTE[ATTENTION], linewidth=1.6, marker="o" if len(losses) <= 50 else "", markersize=3
     )
     axes.set_xlabel("optimiser step")
     axes.set_ylabel("loss (nats per token)")
@@ -138,9 +138,9 @@ def plot_memory(comparison: Comparison, path: Path) -> None:
     )
     panels[0].set_ylim(0, comparison.untiled.peak_bytes / MIB * 1.28)
     panels[1].set_xlabel("progress through forward and backward (% of operators)")
-    parts = [part for part in COLOURS if any(phase.part == part for phase in comparison.untiled.phases)]
+    parts = [part for part in PALETTE if any(phase.part == part for phase in comparison.untiled.phases)]
     figure.legend(
-        handles=[Patch(color=COLOURS[part], label=part) for part in parts],
+        handles=[Patch(color=PALETTE[part], label=part) for part in parts],
         loc="outside lower center",
         ncols=4,
         frameon=False,
@@ -161,7 +161,7 @@ def _plot_side(axes: Axes, side: Side) -> None:
             x[start : stop + 1],
             [*y[start:stop], y[stop - 1]][: len(x[start : stop + 1])],
             step="post",
-            color=COLOURS.get(part, COLOURS[REST]),
+            color=PALETTE.get(part, PALETTE[REST]),
             linewidth=0.7,  # a peak may last for one operator, less than a pixel
         )
         start = stop

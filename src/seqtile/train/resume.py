@@ -76,7 +76,7 @@ def resumed_recipe(file_values: dict[str, Any], flag_values: dict[str, Any]) -> 
         recipe = recipe.model_copy(update={"fit": False})
         notes.append("fit chooses for a new run; --resume goes on with the settings that this one has")
     recipe = _on_other_processes(recipe, saved, changes)
-    may_change = (*MAY_CHANGE, *PROCESSES) if _moved(recipe, saved) else MAY_CHANGE
+    may_change = (*MAY_CHANGE, *PROCESSES) if _changes_processes(recipe, saved) else MAY_CHANGE
     for key, value in resolve(recipe).model_dump(mode="json").items():
         if key not in may_change and value != started[key]:
             raise UserError(
@@ -86,7 +86,7 @@ def resumed_recipe(file_values: dict[str, Any], flag_values: dict[str, Any]) -> 
     return recipe, notes
 
 
-def _moved(recipe: Recipe, saved: Recipe) -> bool:
+def _changes_processes(recipe: Recipe, saved: Recipe) -> bool:
     """Whether the rows of a step are on other processes than before."""
     return recipe.engine == saved.engine and (recipe.nproc, recipe.cp_size) != (saved.nproc, saved.cp_size)
 
@@ -100,7 +100,7 @@ def _on_other_processes(recipe: Recipe, saved: Recipe, changes: dict[str, Any]) 
     Raises:
         UserError: the engine reads its checkpoints with as many processes only, or no number of micro-batches does it.
     """
-    if not _moved(recipe, saved):
+    if not _changes_processes(recipe, saved):
         return recipe
     resolve(recipe)
     change = ", ".join(
@@ -222,11 +222,11 @@ def digest_rows(rows: Any) -> str:
     for index in sorted({count * part // SAMPLED_ROWS for part in range(SAMPLED_ROWS)} | {count - 1}):
         for name in sorted(rows.column_names):
             column = plain[index : index + 1].column(name).combine_chunks()
-            digest.update(_bytes(column))
+            digest.update(_column_bytes(column))
     return digest.hexdigest()
 
 
-def _bytes(column: Any) -> bytes:
+def _column_bytes(column: Any) -> bytes:
     """What a one-row column holds; lists of numbers without a detour over Python's."""
     import pyarrow  # type: ignore[import-untyped]
 

@@ -179,7 +179,7 @@ def _attempt(
         if overwrite:
             clear_output(output)
         save_recipe(recipe, output / RECIPE_FILE)
-    return _run(recipe, output, trainer, tiling, start, callbacks, display)
+    return _train_and_save(recipe, output, trainer, tiling, start, callbacks, display)
 
 
 def locate(
@@ -334,7 +334,7 @@ def _all_done(trainer: Any, resume_from: Path, output: Path) -> bool:
     return True
 
 
-def _run(
+def _train_and_save(
     recipe: Recipe,
     output: Path,
     trainer: Any,

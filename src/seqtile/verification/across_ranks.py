@@ -117,7 +117,7 @@ class Zero3(Zero):
 
 MIN_RANKS = 2
 
-ENGINES: dict[str, type[Engine]] = {"ddp": Engine, "fsdp2": Fsdp2, "zero2": Zero, "zero3": Zero3}
+ENGINE_CLASSES: dict[str, type[Engine]] = {"ddp": Engine, "fsdp2": Fsdp2, "zero2": Zero, "zero3": Zero3}
 
 
 def verify_under(
@@ -168,7 +168,7 @@ def verify_under(
             twin = copy.deepcopy(model)
             if tiled:
                 apply(twin, tile=tile, only=only)
-            wrapped = ENGINES[engine](twin)
+            wrapped = ENGINE_CLASSES[engine](twin)
             try:
                 if not tiled:
                     with non_reentrant(twin):

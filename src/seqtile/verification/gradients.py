@@ -14,7 +14,7 @@ from seqtile.blocks.layer import TiledLayer
 
 logger = first_rank_logger(__name__)
 
-NAMED = 5
+MOST_NAMED = 5
 """Names in a warning; there may be thousands."""
 
 
@@ -51,11 +51,11 @@ def check_gradients(model: nn.Module) -> list[str]:
     # FSDP1 with use_orig_params leaves an empty parameter, without a gradient, on ranks that hold no part of it.
     without = [n for n, weight in weights.items() if weight.requires_grad and weight.grad is None and weight.numel()]
     if without:
-        others = f" and {len(without) - NAMED} more" if len(without) > NAMED else ""
+        others = f" and {len(without) - MOST_NAMED} more" if len(without) > MOST_NAMED else ""
         logger.warning(
             "%d of the parameters inside tiled blocks train and have no gradient: %s%s; right for experts that "
             "no token reached, otherwise they do not train: see whether their adapter is active",
-            len(without), ", ".join(without[:NAMED]), others,
+            len(without), ", ".join(without[:MOST_NAMED]), others,
         )  # fmt: skip
     return without
 

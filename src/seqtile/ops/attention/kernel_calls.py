@@ -80,7 +80,7 @@ def record(run: Callable[[], tuple[Tensor, Any]], *, for_backward: bool) -> tupl
     calls = []
     for operator, result in mode.calls:
         leaves, spec = tree_flatten(result)
-        calls.append((operator, spec, tuple(_described(leaf, output, tensors) for leaf in leaves)))
+        calls.append((operator, spec, tuple(_describe_argument(leaf, output, tensors) for leaf in leaves)))
     return output, beside, Recorded(tuple(calls)), tensors
 
 
@@ -91,7 +91,7 @@ def _graph_without_tensors() -> Iterator[None]:
         yield
 
 
-def _described(leaf: Any, output: Tensor, tensors: list[Tensor]) -> Any:
+def _describe_argument(leaf: Any, output: Tensor, tensors: list[Tensor]) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
     if leaf.numel() == output.numel() > 0 and leaf.dtype == output.dtype and output.is_contiguous():
