@@ -84,7 +84,7 @@ NOTHING_KEPT = Technique("nothing kept", {"keep": 0.0}, "no gate and up kept", "
 OPTIMIZER_ON_HOST = Technique(
     "optimiser on the host", {"engine_offload": ("optimizer",)}, "optimiser states live on the host"
 )
-SHARDED = Technique("ZeRO-3", {"engine": "zero3"}, "weights, gradients and states in shards", "--engine zero3")
+ZERO3 = Technique("ZeRO-3", {"engine": "zero3"}, "weights, gradients and states in shards", "--engine zero3")
 EIGHT_BIT_STATES = Technique(
     "8-bit states", {"optimizer": "adamw-8bit"}, "two bytes of state a weight, not eight", "--optimizer adamw-8bit"
 )
@@ -140,7 +140,7 @@ def proposals(planner: Planner) -> list[Technique]:
         (STATE_TILES, options.state is None and can_carry(planner.built.model)),
         (CHECKPOINTS_ON_HOST, not options.offload and options.checkpoint is not None),
         (OPTIMIZER_ON_HOST, request.sharded and "optimizer" not in request.engine_offload),
-        (SHARDED, request.gpus > 1 and request.engine in ("ddp", "zero2")),
+        (ZERO3, request.gpus > 1 and request.engine in ("ddp", "zero2")),
         (sequence, request.gpus > request.split and request.cp_size == 1 and not request.masked),
         (EIGHT_BIT_STATES, request.optimizer == "adamw" and request.lora is None and not idle_states),
         (MINIMAL_MEMORY, untouched),

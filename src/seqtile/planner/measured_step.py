@@ -174,7 +174,7 @@ def _measure(
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            side = _run(name, config, setup, tokens, device_type, planned)
+            side = _track_side(name, config, setup, tokens, device_type, planned)
         if snapshot is not None:
             dump_memory(snapshot)
         return side
@@ -183,7 +183,9 @@ def _measure(
             record_memory(False)
 
 
-def _run(name: str, config: Any, setup: Setup, tokens: int, device_type: str, planned: Prediction) -> MeasuredSide:
+def _track_side(
+    name: str, config: Any, setup: Setup, tokens: int, device_type: str, planned: Prediction
+) -> MeasuredSide:
     with track(device_type) as live:
         with live.phase(Phase(WEIGHTS)):
             built = build(config, setup, device_type)  # the weights are made and drawn there, never on the host

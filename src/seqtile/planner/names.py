@@ -8,9 +8,8 @@ from seqtile._errors import UserError
 from seqtile.rules import Combination, check_combination
 
 ENGINES = ("single", "ddp", "fsdp2", "zero2", "zero3")
-SHARDED = ("fsdp2", "zero2", "zero3")
 DEEPSPEED = ("zero2", "zero3")
-CHECKPOINTS = "checkpoints"
+CHECKPOINT_OFFLOAD = "checkpoints"
 ENGINE_OFFLOADS = ("optimizer", "weights")
 ATTENTIONS = ("flash", "flash3", "sdpa", "eager")
 PRECISIONS = ("mixed", "bfloat16", "float32")
@@ -27,7 +26,7 @@ STATE_BYTES = {"adamw": 8.0, "adamw-8bit": 2 + 8 / 256, "lion": 4.0, "adafactor"
 def split_offload(words: str) -> tuple[bool, tuple[str, ...]]:
     """``--offload``: whether checkpoints wait on the host, and what the engine keeps there."""
     names = [word.strip() for word in words.split(",") if word.strip()]
-    return CHECKPOINTS in names, tuple(name for name in names if name != CHECKPOINTS)
+    return CHECKPOINT_OFFLOAD in names, tuple(name for name in names if name != CHECKPOINT_OFFLOAD)
 
 
 def check_names(
@@ -49,7 +48,7 @@ def check_names(
     engine_offload = tuple(engine_offload)
     for name in engine_offload:
         if name not in ENGINE_OFFLOADS:
-            names_known = (CHECKPOINTS, *ENGINE_OFFLOADS)
+            names_known = (CHECKPOINT_OFFLOAD, *ENGINE_OFFLOADS)
             raise UserError(f"offload {name!r} is not known here; use some of {', '.join(names_known)}")
     numbers = (("gpus", gpus), ("sp-size", sp_size), ("batch size", batch), ("grad-accumulation", accumulation),
                ("nodes", nodes), ("cp-size", cp_size))  # fmt: skip

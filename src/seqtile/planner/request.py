@@ -12,10 +12,10 @@ from seqtile.options import TilingOptions
 from seqtile.planner.accelerators import Device
 from seqtile.planner.layer_structure import Counts
 from seqtile.planner.model_shapes import is_masked_lm, max_positions
-from seqtile.planner.names import SHARDED, check_names
+from seqtile.planner.names import check_names
 from seqtile.planner.rope_scaling import lift
 from seqtile.planner.step_config import PLANNED, Grpo, Lora, Pictures, Rollouts, Setup
-from seqtile.rules import Combination, ModelFacts, check_combination
+from seqtile.rules import SHARDED, Combination, ModelFacts, check_combination
 
 
 @dataclass(frozen=True)

@@ -242,7 +242,7 @@ def _convolution(hidden_states: Tensor, weight: Tensor, bias: Tensor | None = No
     return output
 
 
-KERNELS: dict[str, tuple[str, Callable[..., Any]]] = {
+SCAN_KERNELS: dict[str, tuple[str, Callable[..., Any]]] = {
     "torch_chunk_gated_delta_rule": ("fla", _delta_rule),
     "chunk_kimi_delta_attention": ("fla", _delta_rule),
     "mamba2_split_conv1d_scan_combined": ("mamba_ssm", _mamba2),

@@ -25,7 +25,7 @@ from seqtile.counting.fake import fake_tensors
 from seqtile.counting.live import count_live_bytes
 from seqtile.planner.layer_structure import Counts
 from seqtile.planner.request import Request
-from seqtile.planner.scan_kernels import KERNELS, SOURCES
+from seqtile.planner.scan_kernels import SCAN_KERNELS, SOURCES
 from seqtile.planner.step_config import Setup
 from seqtile.planner.step_kind import StepKind
 
@@ -80,7 +80,7 @@ def planned_scans(model: nn.Module, scans: str) -> Iterator[None]:
             if "transformers" not in file:
                 continue
             module = sys.modules[file]
-            for name in (LOOPS.keys() | KERNELS.keys()) & vars(module).keys():
+            for name in (LOOPS.keys() | SCAN_KERNELS.keys()) & vars(module).keys():
                 original = getattr(module, name)
                 undo.append(partial(setattr, module, name, original))
                 setattr(module, name, _planned(name, original, scans))
@@ -96,7 +96,7 @@ def planned_scans(model: nn.Module, scans: str) -> Iterator[None]:
 
 def _planned(name: str, function: Callable[..., Any], scans: str) -> Callable[..., Any]:
     """What stands for ``function``, which calls a kernel where transformers found one."""
-    package, kernel = KERNELS.get(name, ("", None))
+    package, kernel = SCAN_KERNELS.get(name, ("", None))
     if kernel is not None and (scans == "kernels" or (scans == "installed" and find_spec(package) is not None)):
         return kernel
     plain = inspect.unwrap(function)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from seqtile.options import WHOLE_LAYER, changed
-from seqtile.planner.names import CHECKPOINTS
+from seqtile.planner.names import CHECKPOINT_OFFLOAD
 from seqtile.planner.request import Request
 
 
@@ -44,7 +44,7 @@ class Technique:
         if not {"offload", "engine_offload"} & self.changes.keys():
             return self.flags
         on = self.on(request)
-        return f"--offload {','.join([*([CHECKPOINTS] if on.options.offload else []), *on.engine_offload])}"
+        return f"--offload {','.join([*([CHECKPOINT_OFFLOAD] if on.options.offload else []), *on.engine_offload])}"
 
 
 TILED_LOSS = Technique("tiled loss", {"loss": "tiled"}, "no [tokens, vocabulary] logits", "--loss tiled")
