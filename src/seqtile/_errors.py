@@ -40,8 +40,8 @@ def note_fault(error: BaseException) -> None:
 
 def in_its_words(error: BaseException) -> str:
     """What another library raised, and where, in one line."""
-    words = (str(error).strip().splitlines() or [""])[0]
-    what = f"{type(error).__name__}: {words}" if words else type(error).__name__
+    message = (str(error).strip().splitlines() or [""])[0]
+    what = f"{type(error).__name__}: {message}" if message else type(error).__name__
     frame = _raised_in(error)
     if frame is None:
         return what
@@ -81,7 +81,7 @@ def expect_module(model: Any, caller: str) -> None:
         )
 
 
-def expect_tensors(**given: Any) -> None:
+def expect_tensors(**arguments: Any) -> None:
     """Refuse arguments that are no tensors.
 
     Raises:
@@ -89,7 +89,7 @@ def expect_tensors(**given: Any) -> None:
     """
     from torch import Tensor
 
-    for name, value in given.items():
+    for name, value in arguments.items():
         if not isinstance(value, Tensor):
             what = "None" if value is None else f"of type {type(value).__name__}"
             raise ValueError(f"{name} is {what}, expected a tensor")

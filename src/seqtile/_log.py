@@ -33,7 +33,7 @@ def log_to_stderr() -> None:
 def first_rank_logger(name: str) -> logging.Logger:
     """The logger ``name``, silent on every process but the first of a launch."""
     logger = logging.getLogger(name)
-    if not any(getattr(one, "__name__", "") == "_on_first_rank" for one in logger.filters):
+    if not any(getattr(log_filter, "__name__", "") == "_on_first_rank" for log_filter in logger.filters):
         logger.addFilter(_on_first_rank)
     return logger
 
@@ -42,12 +42,12 @@ def first_rank_logger(name: str) -> logging.Logger:
 def log_level(name: str, level: int) -> Iterator[None]:
     """The logger ``name`` at ``level`` inside the ``with``; ``logging.CRITICAL + 1`` silences it."""
     logger = logging.getLogger(name)
-    before = logger.level
+    previous_level = logger.level
     logger.setLevel(level)
     try:
         yield
     finally:
-        logger.setLevel(before)
+        logger.setLevel(previous_level)
 
 
 def _on_first_rank(_: logging.LogRecord) -> bool:

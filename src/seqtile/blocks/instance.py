@@ -266,8 +266,11 @@ class Installed(ForwardStandIn):
         if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
             refuse_trace()
         x, keep = tensors[0], self.setting.keep
-        if reason := _why_uncut(x):
-            return self._run_untiled(reason, untiled)
+        if x.is_nested:
+            return self._run_untiled("it was called with a nested tensor, which has no rows to cut", untiled)
+        if transform_level() is not None or in_forward_mode():
+            why = "a transform of torch.func or forward-mode derivatives run, which tiles do not carry"
+            return self._run_untiled(why, untiled)
         verdict = self.verdict(chain, mode or mode_of(tensors))
         if verdict.refusal:
             return self._run_untiled(verdict.refusal, untiled)
@@ -503,15 +506,6 @@ class TiledForward(Installed):
 
     _view: nn.Module | None = None
     """The module as it is outside its parametrisations; the same at every call, as a proof rests on it."""
-
-
-def _why_uncut(x: Tensor) -> str:
-    """Why tiles would not compute what a call with this input does, or ""."""
-    if x.is_nested:
-        return "it was called with a nested tensor, which has no rows to cut"
-    if transform_level() is not None or in_forward_mode():
-        return "a transform of torch.func or forward-mode derivatives run, which tiles do not carry"
-    return ""
 
 
 def _argument_per_sequence(modules: Iterable[nn.Module]) -> str:

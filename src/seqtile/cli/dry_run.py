@@ -70,7 +70,7 @@ def dry_run(recipe: Recipe, progress: Any, nodes: int = 1) -> None:
         planner, estimate, longest, limit, saving = plan
         show_plan(
             planner, estimate, longest, limit, as_json=False, reasons=False, recipe_file=None, plot_file=None,
-            asked=recipe.max_length, saving=saving, better=lambda: None, by_split=dict,
+            max_length=recipe.max_length, saving=saving, better=lambda: None, by_split=dict,
         )  # fmt: skip
     console.print("\nNothing was written and no weight was loaded: this was --dry-run.")
 
@@ -106,11 +106,11 @@ def marked(row: Tokens, tokenizer: Any) -> Text:
     text = Text()
     runs = row.runs()
     for counts, tokens in runs[:SHOWN_RUNS]:
-        part = tokenizer.decode(tokens)
-        if len(part) > SHOWN_CHARACTERS:
+        run_text = tokenizer.decode(tokens)
+        if len(run_text) > SHOWN_CHARACTERS:
             half = SHOWN_CHARACTERS // 2
-            part = f"{part[:half]} ... ({len(tokens):,} tokens) ... {part[-half:]}"
-        text.append(f"{OPEN}{part}{CLOSE}" if counts else part, style="green" if counts else "dim")
+            run_text = f"{run_text[:half]} ... ({len(tokens):,} tokens) ... {run_text[-half:]}"
+        text.append(f"{OPEN}{run_text}{CLOSE}" if counts else run_text, style="green" if counts else "dim")
     if len(runs) > SHOWN_RUNS:
         text.append(f" ... ({sum(len(tokens) for _, tokens in runs[SHOWN_RUNS:]):,} tokens more)")
     return text

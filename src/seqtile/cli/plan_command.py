@@ -106,7 +106,7 @@ def command(
         options = {**options, "loss": "tiled"}
     if grad_accumulation is None:  # as many as make whole groups
         grad_accumulation = 1 if policy is None else max(1, policy["group"] // gcd(policy["group"], batch_size * gpus))
-    asked, (on_host, moved) = options_of(options), split_offload(offload)
+    tiling, (on_host, moved) = options_of(options), split_offload(offload)
     check_names(
         engine=engine, attention=attention, precision=precision, optimizer=optimizer, engine_offload=moved, gpus=gpus,
         sp_size=sp_size, batch=batch_size, accumulation=grad_accumulation, nodes=nodes, scans=scans,
@@ -129,11 +129,11 @@ def command(
                     "the encoder with transformers' Trainer after seqtile.apply"
                 )
             if policy is None:
-                asked = replace(asked, loss=None)  # the default is of causal language models; the notes say so
+                tiling = replace(tiling, loss=None)  # the default is of causal language models; the notes say so
         request = Request(
             model=model, config=config, device=target, gpus=gpus, host_memory=of_the_host, engine=engine,
             sp_size=sp_size, cp_size=cp_size, lora=adapters, qlora=qlora, optimizer=optimizer, precision=precision,
-            engine_offload=moved, attention=attention, options=replace(asked, offload=on_host), batch=batch_size,
+            engine_offload=moved, attention=attention, options=replace(tiling, offload=on_host), batch=batch_size,
             accumulation=grad_accumulation, nodes=nodes, liger=liger, scans=scans,
             node_link=None if node_link is None else node_link * 1e9 / 8,
             device_link=None if device_link is None else device_link * 1e9 / 8,
@@ -171,21 +171,21 @@ def command(
         raise RunError(why_nothing_fits(planner.request, estimate, limit))
     show.show_plan(
         planner, estimate, longest, limit, as_json=json, reasons=explain, recipe_file=recipe, plot_file=plot,
-        asked=max_length, saving=saving, better=better, by_split=by_split,
+        max_length=max_length, saving=saving, better=better, by_split=by_split,
     )  # fmt: skip
     if not fits:
         raise typer.Exit(RUN_ERROR)
 
 
 @contextmanager
-def status(quiet: bool, words: str) -> Iterator[Callable[[str], None]]:
+def status(quiet: bool, message: str) -> Iterator[Callable[[str], None]]:
     """A line on a terminal's stderr that says what takes its time; it is told what comes next."""
     if quiet or not sys.stderr.isatty():
         yield lambda _: None
         return
     from rich.console import Console
 
-    with Console(stderr=True).status(words) as line:
+    with Console(stderr=True).status(message) as line:
         yield lambda text: line.update(text)
 
 
@@ -200,10 +200,10 @@ def _size_of(count: int | None, size: str | None, tokens: int | None) -> tuple[i
         return None
     if count is None:
         raise UserError("--image-size is of each picture; give their number in a row too, --images N")
-    found = re.fullmatch(r"([1-9][0-9]{0,4})[xX]([1-9][0-9]{0,4})", size, re.ASCII)
-    if found is None:
+    sizes = re.fullmatch(r"([1-9][0-9]{0,4})[xX]([1-9][0-9]{0,4})", size, re.ASCII)
+    if sizes is None:
         raise UserError(f"got --image-size {size!r}, expected height and width in pixels, such as 1024x768")
-    return int(found[1]), int(found[2])
+    return int(sizes[1]), int(sizes[2])
 
 
 def _policy_of(
@@ -212,10 +212,10 @@ def _policy_of(
     """What the flags of a step of GRPO ask for; None for a supervised step."""
     from seqtile.planner.names import GENERATORS
 
-    given = {"--group-size": group, "--reference": reference or None, "--generator": generator,
+    grpo_flags = {"--group-size": group, "--reference": reference or None, "--generator": generator,
              "--generator-memory": memory}  # fmt: skip
     if options.get("loss") != "grpo":
-        if idle := [name for name, value in given.items() if value is not None]:
+        if idle := [name for name, value in grpo_flags.items() if value is not None]:
             raise UserError(f"{idle[0]} is of a step of GRPO; add --loss grpo or drop it")
         return None
     where = "server" if generator is None else generator
@@ -239,17 +239,17 @@ def generator_fraction(text: str | None) -> float | None:
     if text is None:
         return None
     try:
-        found = float(text)
-        good = 0 < found <= 1
+        fraction = float(text)
+        good = 0 < fraction <= 1
     except ValueError:
-        found = float(parse_bytes(text))
-        good = found > 1
+        fraction = float(parse_bytes(text))
+        good = fraction > 1
     if not good:
         raise UserError(
             f"got --generator-memory {text!r}, expected a fraction of the device's memory above 0 and at "
             "most 1, such as 0.3, or a size with its unit, 24GiB"
         )
-    return found
+    return fraction
 
 
 def parse_adapters(text: str) -> Lora:
@@ -259,12 +259,12 @@ def parse_adapters(text: str) -> Lora:
     from seqtile.train.recipe import LoraRecipe, parse_lora
 
     try:
-        found = LoraRecipe(**parse_lora(text))
+        adapters = LoraRecipe(**parse_lora(text))
     except (ValidationError, ValueError):
         raise UserError(f"got --lora {text!r}, expected a rank such as 16 or 'r=16,alpha=32,dropout=0.05'") from None
     from seqtile.planner.step_config import Lora
 
-    return Lora(found.r, found.target_modules, found.alpha, found.dropout)
+    return Lora(adapters.r, adapters.target_modules, adapters.alpha, adapters.dropout)
 
 
 def refuse_unreachable(model: str) -> None:

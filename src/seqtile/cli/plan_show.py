@@ -26,7 +26,7 @@ from seqtile.planner.traffic import bytes_between_nodes, bytes_inside_a_node
 
 def show_plan(
     planner: Planner, estimate: Estimate, longest: int, limit: str, *, as_json: bool, reasons: bool,
-    recipe_file: str | None, plot_file: str | None, asked: int | None, saving: Saving | None,
+    recipe_file: str | None, plot_file: str | None, max_length: int | None, saving: Saving | None,
     better: Callable[[], NextSetting | None], by_split: Callable[[], dict[int, int]],
 ) -> None:  # fmt: skip
     """Print the plan, write what was asked for.
@@ -35,7 +35,7 @@ def show_plan(
     looks for what buys length.
     """
     # Of a length that was not asked for, the one that fits at the high estimate.
-    length = estimate.tokens if asked is not None else planner.sure() or estimate.tokens
+    length = estimate.tokens if max_length is not None else planner.sure() or estimate.tokens
     chosen = recipe(planner, length) if planner.request.has_recipe else None
     if recipe_file is not None and chosen is not None:
         _write_recipe(chosen, recipe_lacks(planner.request), Path(recipe_file).expanduser())
@@ -55,7 +55,7 @@ def show_plan(
         + (f", on {request.nodes} nodes" if request.nodes > 1 else "")
     )
     console.print(_table(estimate))
-    _print_verdict(console, planner, estimate, longest, limit, asked, better, by_split)
+    _print_verdict(console, planner, estimate, longest, limit, max_length, better, by_split)
     if command := start_command(request, recipe_file):
         console.print(f"Start it on each node with: {command}")
     if saving is not None:
@@ -78,10 +78,10 @@ def _table(estimate: Estimate) -> Table:
     table.add_column("device", justify="right")
     table.add_column("host", justify="right")
     names = dict.fromkeys([*estimate.terms, *estimate.host_terms])
-    for name in sorted(names, key=lambda one: -estimate.terms.get(one, 0.0)):
-        own, host = estimate.terms.get(name, 0.0), estimate.host_terms.get(name, 0.0)
-        if max(own, host) >= 0.005 * GIB:
-            table.add_row(name, _gib(own), _gib(host))
+    for name in sorted(names, key=lambda term: -estimate.terms.get(term, 0.0)):
+        device, host = estimate.terms.get(name, 0.0), estimate.host_terms.get(name, 0.0)
+        if max(device, host) >= 0.005 * GIB:
+            table.add_row(name, _gib(device), _gib(host))
     table.add_section()
     for bound in ("low", "expected", "high"):
         row = [bound, f"{getattr(estimate.device, bound) / GIB:,.1f}", f"{getattr(estimate.host, bound) / GIB:,.1f}"]
@@ -98,13 +98,13 @@ def _gib(value: float) -> str:
 
 
 def _print_verdict(
-    console: Console, planner: Planner, estimate: Estimate, longest: int, limit: str, asked: int | None,
+    console: Console, planner: Planner, estimate: Estimate, longest: int, limit: str, max_length: int | None,
     better: Callable[[], NextSetting | None], by_split: Callable[[], dict[int, int]],
 ) -> None:  # fmt: skip
     request = planner.request
     fits = planner.fits(estimate)
     room = request.device.memory - estimate.device.expected
-    if asked is not None:
+    if max_length is not None:
         if fits:
             sure = "" if planner.fits_at_the_high_estimate(estimate) else " (not at the high estimate)"
             console.print(f"{estimate.tokens:,} tokens fit with {room / GIB:,.1f} GiB to spare{sure}.", style="bold")
@@ -119,13 +119,13 @@ def _print_verdict(
     if len(lengths := by_split()) > 1:
         sizes = ", ".join(f"{length:,} at {size}" for size, length in lengths.items())
         console.print(f"By --{SPLITS[request.engine].replace('_', '-')}: {sizes}.")
-    if (found := better()) is not None:
+    if (step := better()) is not None:
         file = "; --recipe FILE writes it for seqtile train" if request.has_recipe else ""
-        console.print(f"Next: {found.flags} reaches {found.length:,} tokens ({found.why}){file}.", soft_wrap=True)
+        console.print(f"Next: {step.flags} reaches {step.length:,} tokens ({step.why}){file}.", soft_wrap=True)
     work = planner.work(estimate.tokens)
     rows = "one row" if request.batch == 1 else f"{request.batch:,} rows"
-    share = work.attention / work.total
-    line = f"One step of {rows}: {work.total:.3g} floating-point operations, {share:.0%} attention"
+    attention_share = work.attention / work.total
+    line = f"One step of {rows}: {work.total:.3g} floating-point operations, {attention_share:.0%} attention"
     if request.device.tflops is not None:
         seconds = work.seconds(request.device.tflops, request.split)
         line += f"; about {_time(seconds)} at {EFFICIENCY:.0%} of {request.device.tflops:g} TFLOPS (assumed)"
@@ -175,7 +175,7 @@ def print_object(
     between, inside = (
         moved(request, planner.counts, estimate.tokens) for moved in (bytes_between_nodes, bytes_inside_a_node)
     )
-    found = {
+    plan = {
         "fits": planner.fits(estimate),
         "tokens": estimate.tokens,
         "device_gib": request.device.memory / GIB,
@@ -214,7 +214,7 @@ def print_object(
         "not_modelled": not_modelled(request, estimate),
         "command": start_command(request, recipe_file),
     }
-    print(json.dumps(found))
+    print(json.dumps(plan))
 
 
 def _bounds(bounds: Bounds) -> dict[str, float]:
@@ -227,5 +227,5 @@ def _write_recipe(chosen: dict[str, Any], lacks: list[str], path: Path) -> None:
     header = "# Chosen by seqtile plan; run it with: seqtile train --recipe THIS_FILE --dataset FILE_OR_ID\n"
     if chosen["model"] in NAMED:
         header += "# 'model' names a shape only: put the path or Hub id of your model there\n"
-    header += "".join(f"# set by yourself: {one}\n" for one in lacks)
+    header += "".join(f"# set by yourself: {setting}\n" for setting in lacks)
     path.write_text(header + yaml.safe_dump(chosen, sort_keys=False), encoding="utf-8")

@@ -33,12 +33,12 @@ def command(
     from seqtile.planner.names import check_names
 
     adapters = read_adapters(full=full, lora=lora)
-    asked = options_of(options)
-    if asked.checkpoint == "auto":
+    tiling = options_of(options)
+    if tiling.checkpoint == "auto":
         raise UserError("checkpoint 'auto' is chosen by seqtile plan; probe layer, attention-saved or none")
     if attention == "flash3":
         raise UserError("attention 'flash3' needs its own package; probe with flash, which is PyTorch's kernel")
-    if not asked.tiled:
+    if not tiling.tiled:
         raise UserError("a probe runs tiled and untiled; give the tile rule of the tiled side")
     if max_length < 64:
         raise UserError(f"got --max-length {max_length}, expected at least 64 tokens")
@@ -53,11 +53,11 @@ def command(
 
     logging.getLogger("transformers").setLevel(logging.ERROR)
     config = read_config(model)
-    here = this_device()
+    device = this_device()
     request = Request(
-        model=model, config=config, device=here, lora=adapters,
-        optimizer=optimizer, precision=precision, attention=attention, options=asked, batch=batch_size,
-        device_type=here.name, scans="installed",
+        model=model, config=config, device=device, lora=adapters,
+        optimizer=optimizer, precision=precision, attention=attention, options=tiling, batch=batch_size,
+        device_type=device.name, scans="installed",
     )  # fmt: skip
     refuse_encoder(config, model, "seqtile probe measures steps of")
     check_request(request, max_length)
@@ -69,9 +69,9 @@ def command(
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--out {out!r} cannot be made ({error.strerror}); give another directory") from None
-    snapshot = None if here.name == "cpu" else directory / "snapshot.pickle"
-    found = probe(config, request.setup(), max_length, snapshot, asked.loss_tile)
-    plot_timeline(found, directory / "timeline.png")
+    snapshot = None if device.name == "cpu" else directory / "snapshot.pickle"
+    probed = probe(config, request.setup(), max_length, snapshot, tiling.loss_tile)
+    plot_timeline(probed, directory / "timeline.png")
     if json:
         sides = {
             side.name: {
@@ -87,27 +87,27 @@ def command(
                 },
                 "most_off": side.worst,
             }
-            for side in found.sides
+            for side in probed.sides
         }  # fmt: skip
-        about = {"tokens": found.tokens, "asked": found.asked, "device": found.device_type, "notes": found.notes}
+        about = {"tokens": probed.tokens, "asked": probed.asked, "device": probed.device_type, "notes": probed.notes}
         files = {"timeline": str(directory / "timeline.png"), "snapshot": None if snapshot is None else str(snapshot)}
         print(writer.dumps({**about, **sides, **files}))
         return
-    _show(found, str(directory / "timeline.png"))
+    _show(probed, str(directory / "timeline.png"))
     if snapshot is not None:
         print(f"snapshot: {snapshot}")
 
 
-def _show(found: object, plot: str) -> None:
+def _show(probed: object, plot: str) -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Table
 
     from seqtile.planner.measured_step import PHASES, Probe
 
-    assert isinstance(found, Probe)
+    assert isinstance(probed, Probe)
     console = Console(highlight=False, soft_wrap=True, markup=False)
-    how = "live bytes, counted" if found.device_type == "cpu" else "the allocator's peaks"
+    how = "live bytes, counted" if probed.device_type == "cpu" else "the allocator's peaks"
 
     def table(title: str, first: str) -> Table:
         made = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
@@ -116,21 +116,21 @@ def _show(found: object, plot: str) -> None:
             made.add_column(word, justify="right")
         return made
 
-    for side in found.sides:
-        title = f"One {side.name} step of {found.tokens:,} tokens on {found.device_type}, {how}"
+    for side in probed.sides:
+        title = f"One {side.name} step of {probed.tokens:,} tokens on {probed.device_type}, {how}"
         phases = table(title, "MiB at the peak")
         for name in PHASES:
             phases.add_row(name, *_row(side.peaks[name], side.planned[name]))
         console.print(phases)
-    first = found.sides[0]
-    place = first.peak_at.named(found.layers)
-    terms = table(f"Tiled, the tensors at the plan's peak ({place})", "MiB")
+    first = probed.sides[0]
+    peak_phase = first.peak_at.named(probed.layers)
+    terms = table(f"Tiled, the tensors at the plan's peak ({peak_phase})", "MiB")
     for name, (measured, planned) in sorted(first.terms.items(), key=lambda item: -item[1][1]):
         if max(measured, planned) >= 2**10:
             terms.add_row(name, *_row(measured, planned))
     console.print(terms)
-    if len(found.sides) == 2:
-        untiled = found.sides[1].peak
+    if len(probed.sides) == 2:
+        untiled = probed.sides[1].peak
         console.print(f"Tiled peak {first.peak / 2**20:,.1f} MiB, {first.peak / untiled:.0%} of untiled.")
     console.print(f"Blocks: {first.ran}.")
     measured, planned = first.terms[first.worst]
@@ -145,7 +145,7 @@ def _show(found: object, plot: str) -> None:
         console.print(
             f"The plan's peak is {first.error:+.1%} off, most of it in the {worst}: {gap / 2**20:+,.1f} MiB; {off}."
         )
-    for note in found.notes:
+    for note in probed.notes:
         console.print(f"Note: {note}.")
     console.print(f"timeline: {plot}")
 

@@ -22,7 +22,6 @@ from seqtile.devices import GIB, MIB
 
 if TYPE_CHECKING:
     from seqtile.train.compare_untiled import Comparison
-    from seqtile.train.recipe import Recipe
     from seqtile.train.result_report import Outcome
 
 SHOWN_STEPS = 30
@@ -196,7 +195,11 @@ def _units(tiled: float | None, untiled: float | None) -> list[tuple[str, ...]]:
 
 def _lines(outcome: Outcome, comparison: Comparison | None) -> list[tuple[str, str]]:
     recipe = outcome.recipe
-    lines = [] if recipe.engine == "single" else [("engine", _engine(recipe))]
+    lines = []
+    if recipe.engine != "single":
+        split = f", {recipe.split} of them to a sequence" if recipe.split > 1 else ""
+        engine = f"{recipe.engine}, {recipe.nproc} processes{split}; seconds and memory are the first one's"
+        lines.append(("engine", engine))
     lines += [("data", str(summary)) for name, summary in outcome.data.items() if name == "train"]
     lines += [("eval", str(summary)) for name, summary in outcome.data.items() if name == "eval"]
     if outcome.tiling is None:
@@ -219,11 +222,6 @@ def _lines(outcome: Outcome, comparison: Comparison | None) -> list[tuple[str, s
     if outcome.report is not None:
         lines.append(("report", str(outcome.report)))
     return lines
-
-
-def _engine(recipe: Recipe) -> str:
-    split = f", {recipe.split} of them to a sequence" if recipe.split > 1 else ""
-    return f"{recipe.engine}, {recipe.nproc} processes{split}; seconds and memory are the first one's"
 
 
 def print_plain(text: str) -> None:

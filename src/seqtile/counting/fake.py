@@ -82,11 +82,11 @@ class Answers(Seeing, TorchDispatchMode):
     @contextmanager
     def shown_to(self, see: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None]) -> Iterator[None]:
         """Inside, ``see`` is given each operator with its arguments and result."""
-        before, self.see = self.see, see
+        previous, self.see = self.see, see
         try:
             yield
         finally:
-            self.see = before
+            self.see = previous
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func in _UPDATES:
@@ -118,11 +118,11 @@ def _no_tensor_is_fake() -> Iterator[None]:
     except ImportError:
         yield
         return
-    before = getattr(utilities, "is_fake_tensor", None)
-    if before is not None:
+    original = getattr(utilities, "is_fake_tensor", None)
+    if original is not None:
         utilities.is_fake_tensor = lambda tensor: False
     try:
         yield
     finally:
-        if before is not None:
-            utilities.is_fake_tensor = before
+        if original is not None:
+            utilities.is_fake_tensor = original

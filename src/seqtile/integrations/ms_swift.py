@@ -61,7 +61,9 @@ def register() -> None:
     if hasattr(arguments, "callbacks"):  # else inference, whose checkpoint names the plugin, or a dataloader's process
         requested = settings(arguments, remaining if remaining is not None else [], variable)
         if requested is None:
-            _log("the seqtile plugin is loaded and tiles nothing: add --use_tiled_mlp true")
+            logging.getLogger("swift").info(  # ms-swift's own logger, which writes on the first process only
+                "the seqtile plugin is loaded and tiles nothing: add --use_tiled_mlp true"
+            )
         elif type(arguments).__module__.startswith("swift.megatron"):
             raise UserError("megatron builds models of its own, which seqtile does not tile: use swift sft")
         elif CALLBACK_NAME not in arguments.callbacks:
@@ -179,11 +181,6 @@ def make_callback(args: Any, trainer: Any, **kwargs: Any) -> TilingCallback:
     if tile_checkpoint.checkpoint is not (checkpoint_before_swift() or tile_checkpoint.checkpoint):  # type: ignore[attr-defined]
         raise UserError("ms-swift has trained in this process before seqtile was loaded: start a new Python process")
     return TilingCallback(**kwargs)
-
-
-def _log(text: str) -> None:
-    """Through ms-swift's own logger, which writes on the first process only."""
-    logging.getLogger("swift").info(text)
 
 
 if __name__ == "__main__":

@@ -149,11 +149,12 @@ def _parse_option(option: str, model: nn.Module) -> tuple[str, list[str]]:
     if word in ("arctic", "1") and (not values or len(values) == 2 and values[0] in ("", "1")):
         return "arctic", named
     if word == "target" and len(values) <= 2:
-        has_size = bool(values and values[0])
-        return (
-            f"memory:{_parse_gb(f'patch_options_str={option!r}', values[0]) if has_size else _half_of_free(model)}",
-            named,
-        )
+        if values and values[0]:
+            return f"memory:{_parse_gb(f'patch_options_str={option!r}', values[0])}", named
+        free = free_bytes(model) or available_host_bytes()
+        if not free:
+            raise UserError('"target" needs the free memory, which this device does not report: use "target:4" or so')
+        return f"memory:{free // 2}", named
     raise UserError(f"patch_options_str={option!r}: expected {_OPTIONS}")
 
 
@@ -167,13 +168,6 @@ def _parse_gb(argument: str, text: str) -> int:
     if not 1 <= size < math.inf:
         raise UserError(f"{argument}: {text!r} is no memory in GB: expected a number above 0")
     return int(size)
-
-
-def _half_of_free(model: nn.Module) -> int:
-    free = free_bytes(model) or available_host_bytes()
-    if not free:
-        raise UserError('"target" needs the free memory, which this device does not tell: give it, as in "target:4"')
-    return free // 2
 
 
 def _match_modules(model: nn.Module, targets: Sequence[str | nn.Module], one_is_enough: bool) -> list[str]:

@@ -20,7 +20,7 @@ from seqtile.ops.lm_loss.token_logprobs import TokenScores
 class ScoreSource(Protocol):
     """The head behind logits that are not there yet."""
 
-    def scores(self, logits: DeferredLogits, targets: Tensor, temperature: float, **wanted: Any) -> TokenScores:
+    def scores(self, logits: DeferredLogits, targets: Tensor, temperature: float, **options: Any) -> TokenScores:
         """What :func:`seqtile.token_logprobs` finds."""
 
 
@@ -64,7 +64,7 @@ class DeferredLogits:
     def dtype(self) -> torch.dtype:
         return self._dtype
 
-    def scores(self, targets: Tensor, *, temperature: float = 1.0, **wanted: Any) -> TokenScores:
+    def scores(self, targets: Tensor, *, temperature: float = 1.0, **options: Any) -> TokenScores:
         """Score tokens, ``[...]``, without the logits, as :func:`seqtile.token_logprobs` does.
 
         Raises:
@@ -72,7 +72,7 @@ class DeferredLogits:
         """
         if self.source is None or self.written is not None:
             raise RuntimeError("these logits were written to, or belong to a forward that has ended; read them as real")
-        return self.source.scores(self, targets, temperature, **wanted)
+        return self.source.scores(self, targets, temperature, **options)
 
     def real(self, why: str) -> Tensor:
         """The logits themselves, for something that this class does not know."""

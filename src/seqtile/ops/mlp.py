@@ -141,32 +141,20 @@ def fused_mlp(
             raise TypeError(
                 f"the fused operator computes real numbers, got {t.dtype}; use run_in_tiles (path='generic')"
             )
-    plan = _plan_call(x, mlp, kinds, sizes, math.floor(keep * len(sizes) + 1e-9), holds_dense)
-    x = _one_row_stride(x)
+    drops = mlp.dropout > 0 or any([kind.has_adapter and kind.dropout > 0 for kind in kinds])
+    plan = MlpPlan(
+        tuple(kinds[:-1]), kinds[-1], mlp.activation, mlp.gated, mlp.up_first,
+        mlp.before.kind() if mlp.before else None, mlp.after.kind() if mlp.after else None, mlp.dropout, sizes,
+        math.floor(keep * len(sizes) + 1e-9), holds_dense, Autocast.of(x), RandomState(x.device) if drops else None,
+    )  # fmt: skip
+    try:
+        x.view(-1, x.shape[-1])
+    except RuntimeError:  # its rows cannot be walked with one stride
+        x = x.contiguous()
     if not torch.is_grad_enabled() or not any(map(_requires_grad, (x, *tensors))):
         return _run_tiles(plan, x.detach(), [t.detach() for t in tensors], {})
     token = SaveAhead.apply(x, *tensors)  # type: ignore[no-untyped-call]
     return _Fused.apply(plan, token.grad_fn, token, x, *tensors)  # type: ignore[no-any-return, no-untyped-call]
-
-
-def _plan_call(
-    x: Tensor, mlp: FusedWeights, kinds: Sequence[Kind], sizes: tuple[int, ...], keep: int, holds_dense: bool,
-) -> MlpPlan:  # fmt: skip
-    drops = mlp.dropout > 0 or any(kind.has_adapter and kind.dropout > 0 for kind in kinds)
-    return MlpPlan(
-        tuple(kinds[:-1]), kinds[-1], mlp.activation, mlp.gated, mlp.up_first,
-        mlp.before.kind() if mlp.before else None, mlp.after.kind() if mlp.after else None, mlp.dropout, sizes, keep,
-        holds_dense, Autocast.of(x), RandomState(x.device) if drops else None,
-    )  # fmt: skip
-
-
-def _one_row_stride(x: Tensor) -> Tensor:
-    """``x``, or one contiguous copy where its rows cannot be walked with one stride."""
-    try:
-        x.view(-1, x.shape[-1])
-    except RuntimeError:
-        return x.contiguous()
-    return x
 
 
 def _run_tiles(plan: MlpPlan, x: Tensor, tensors: Sequence[Tensor], kept: dict[int, tuple[Tensor, ...]]) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -211,7 +211,9 @@ def _judged(model: nn.Module, block: Candidate, trusted: Trusted) -> Candidate |
     class_name = type(block.module).__name__
     layer = model.get_submodule(block.layer) if block.name or block.in_layer else None
     trusts = trusted(block.name, block.module)
-    for neighbours in _variants(block.neighbours):
+    whole, unfollowed = block.neighbours, replace(block.neighbours, after="", dropout="", closing="")
+    # With fewer neighbours next: one that reads other tokens must not take the block out of its tiles.
+    for neighbours in dict.fromkeys((whole, unfollowed, replace(whole, before=""), replace(unfollowed, before=""))):
         chain = chain_of(layer, block, neighbours)
         proof = prove(chain, expected_mode(chain, block.hidden), trusted=trusts)
         if not proof.why_not:
@@ -242,12 +244,6 @@ def is_per_row(model: nn.Module, norm: nn.Module, hidden: int) -> bool:
     if whole.graph is None or rows.graph is None:
         return False
     return (whole.graph.outputs[2][0], whole.graph.gradients) == (rows.graph.outputs[2][0], rows.graph.gradients)
-
-
-def _variants(neighbours: Neighbours) -> Iterator[Neighbours]:
-    """All neighbours, then fewer: one that reads other tokens must not take the block out of its tiles."""
-    unfollowed = replace(neighbours, after="", dropout="", closing="")
-    yield from dict.fromkeys((neighbours, unfollowed, replace(neighbours, before=""), replace(unfollowed, before="")))
 
 
 def _classify(name: str, module: nn.Module, traces: LayerTraces) -> Candidate | None:

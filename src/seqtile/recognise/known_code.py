@@ -63,15 +63,15 @@ def custom_code(modules: Iterable[nn.Module], functions: Iterable[Any] = (), cal
     return ""
 
 
-def _code_in(part: nn.Module, with_hooks: bool) -> Iterator[Any]:
+def _code_in(module: nn.Module, with_hooks: bool) -> Iterator[Any]:
     """The classes and functions that run when a module is called."""
-    kind: Any = type(part)
-    yield from kind.__mro__[:-1]
-    if hasattr(kind, "forward"):  # TorchScript's classes have none
-        yield kind.forward  # which a library may have replaced on the class
-    for name, value in attributes_without_stand_ins(part).items():
+    module_class: Any = type(module)
+    yield from module_class.__mro__[:-1]
+    if hasattr(module_class, "forward"):  # TorchScript's classes have none
+        yield module_class.forward  # which a library may have replaced on the class
+    for name, value in attributes_without_stand_ins(module).items():
         if name != "extra_repr" and callable(value) and not isinstance(value, type):
             yield value if hasattr(value, "__module__") else type(value)
     if with_hooks:
         for name in HOOKS:
-            yield from part.__dict__.get(name, {}).values()
+            yield from module.__dict__.get(name, {}).values()

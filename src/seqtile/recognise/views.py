@@ -54,7 +54,8 @@ class Views:
             elif type(value) in (list, dict, set) and key not in INTERNAL:
                 attributes[key] = value.copy()
         _bind_methods(attributes, own_forward(plain), module, view)
-        self._former.append((view, {key: _copied(value) for key, value in attributes.items()}))
+        copies = {k: v.copy() if isinstance(v, (list, dict, set)) else v for k, v in attributes.items()}
+        self._former.append((view, copies))
         return view
 
     def _fake(self, name: str, tensor: Tensor | None) -> Tensor | None:
@@ -78,10 +79,6 @@ class Views:
                 if name not in earlier or _differs(earlier[name], value):
                     return f"{type(view).__name__}.{name}"
         return ""
-
-
-def _copied(value: Any) -> Any:
-    return value.copy() if isinstance(value, (list, dict, set)) else value
 
 
 def _differs(earlier: Any, later: Any) -> bool:

@@ -48,11 +48,11 @@ def find_carriers(model: nn.Module) -> Iterator[Carrier]:
 
 
 def _around(layer: DecoderLayer, mixer: Mixer) -> str:
-    others = [other.name for other in layer.mixers if other is not mixer]
+    other_names = [sibling.name for sibling in layer.mixers if sibling is not mixer]
     parts = mixer.name.split(".")
     for depth in range(len(parts)):
         inner = ".".join(parts[:depth])
-        if not any(f"{other}.".startswith(f"{inner}." if inner else "") for other in others):
+        if not any(f"{name}.".startswith(f"{inner}." if inner else "") for name in other_names):
             return _joined(layer.name, inner)
     return _joined(layer.name, mixer.name)
 

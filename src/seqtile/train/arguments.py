@@ -168,34 +168,34 @@ def _sequence_split(recipe: Recipe) -> dict[str, Any]:
     return {"parallelism_config": split, "pad_to_multiple_of": multiple}
 
 
-def _checkpointing(recipe: Recipe, known: Any) -> dict[str, Any]:
+def _checkpointing(recipe: Recipe, fields: Any) -> dict[str, Any]:
     """Non-reentrant activation checkpointing: under a reentrant one the tiles would be computed once more.
 
     With adapters under ZeRO-3 TRL (1.16) makes it reentrant, and warns where it reads otherwise. So nothing is said
     there, and :class:`seqtile.train.trainer.Trainer` makes it non-reentrant again where DeepSpeed takes that.
     """
-    name = "activation_checkpointing" if "activation_checkpointing" in known else "gradient_checkpointing"
-    given = [key for key in CHECKPOINT_KWARGS if recipe.trainer.get(key) is not None]
-    if len(given) > 1:
-        raise UserError(f"trainer.{given[0]} and trainer.{given[1]} are two names of one setting; keep one")
-    kwargs: Any = recipe.trainer[given[0]] if given else {}
+    name = "activation_checkpointing" if "activation_checkpointing" in fields else "gradient_checkpointing"
+    keys = [key for key in CHECKPOINT_KWARGS if recipe.trainer.get(key) is not None]
+    if len(keys) > 1:
+        raise UserError(f"trainer.{keys[0]} and trainer.{keys[1]} are two names of one setting; keep one")
+    kwargs: Any = recipe.trainer[keys[0]] if keys else {}
     if isinstance(kwargs, str):
         try:
             kwargs = json.loads(kwargs)
         except ValueError:
             pass  # refused as what it is
     if not isinstance(kwargs, dict):
-        raise UserError(f"recipe key 'trainer.{given[0]}': got {shown(kwargs)}, expected keys and values")
-    if given and not recipe.activation_checkpointing:
+        raise UserError(f"recipe key 'trainer.{keys[0]}': got {shown(kwargs)}, expected keys and values")
+    if keys and not recipe.activation_checkpointing:
         raise UserError(
-            f"trainer.{given[0]} says how layers are recomputed, but 'activation_checkpointing: false' is given; "
+            f"trainer.{keys[0]} says how layers are recomputed, but 'activation_checkpointing: false' is given; "
             "drop one of the two"
         )
     kwargs = {"use_reentrant": recipe.lora is not None and adapters_need_reentrant(recipe.engine), **kwargs}
     if recipe.lora is not None and recipe.engine == "zero3" and not kwargs["use_reentrant"]:
         del kwargs["use_reentrant"]
     return {
-        **dict.fromkeys(given),
+        **dict.fromkeys(keys),
         name: recipe.activation_checkpointing,
         f"{name}_kwargs": kwargs if recipe.activation_checkpointing else None,
     }

@@ -98,8 +98,8 @@ def compare(model: nn.Module, batch: Mapping[str, Any], recipe: Recipe) -> Compa
             seconds["untiled"].append(_time_step(model, inputs))
             apply_options(model, recipe.tiling)
             seconds["tiled"].append(_time_step(model, inputs))
-    weights = [one for one in verdict.parameters if one.name != "loss"]
-    worst = max(weights, key=lambda one: one.l2)
+    weights = [parameter for parameter in verdict.parameters if parameter.name != "loss"]
+    worst = max(weights, key=lambda parameter: parameter.l2)
     return Comparison(
         tiled=_side("tiled", verdict.tiled, tiled_live, seconds["tiled"]),
         untiled=_side("untiled", verdict.untiled, untiled_live, seconds["untiled"]),

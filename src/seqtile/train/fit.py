@@ -13,13 +13,12 @@ from seqtile._errors import UserError
 from seqtile.devices import available_host_bytes, device_name, device_type, total_device_bytes
 from seqtile.options import DEFAULTS
 from seqtile.tiling import parse_bytes
-from seqtile.train.recipe import TRL_LOSS_TILE, LoraRecipe, Recipe, keys_of
+from seqtile.train.recipe import TRL_LOSS_TILE, Recipe, keys_of
 
 if TYPE_CHECKING:
     from seqtile.options import TilingOptions
     from seqtile.planner.accelerators import Device
     from seqtile.planner.request import Request
-    from seqtile.planner.step_config import Lora
 
 TRAINER_OPTIMIZERS = {
     "adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_bnb_8bit": "adamw-8bit", "adamw_8bit": "adamw-8bit",
@@ -106,6 +105,7 @@ def request_of(recipe: Recipe, memory: int | None = None, nodes: int = 1) -> Req
         UserError: something that no plan knows.
     """
     from seqtile.planner.request import Request, refuse_encoder
+    from seqtile.planner.step_config import Lora
     from seqtile.train.load import load_config
 
     optim = str(recipe.trainer.get("optim", "adamw_torch_fused"))
@@ -122,11 +122,14 @@ def request_of(recipe: Recipe, memory: int | None = None, nodes: int = 1) -> Req
     config = load_config(recipe)
     refuse_encoder(config, recipe.model, "seqtile train trains")
     attention = recipe.attention.replace("flash_attention_2", "flash").replace("flash_attention_3", "flash3")
+    lora = None
+    if (adapters := recipe.lora) is not None:
+        lora = Lora(adapters.r, adapters.target_modules, adapters.alpha, adapters.dropout)
     return Request(
         model=recipe.model, config=config, device=find_memory(recipe, memory, nodes), gpus=recipe.nproc or 1,
         nodes=nodes, engine=recipe.engine, sp_size=recipe.sp_size, cp_size=recipe.cp_size,
         engine_offload=recipe.engine_offload, qlora=four_bit, optimizer=optimizer,
-        lora=None if recipe.lora is None else _adapters(recipe.lora), options=settings_of(recipe),
+        lora=lora, options=settings_of(recipe),
         precision=_precision(recipe, config), batch=recipe.batch_size, accumulation=recipe.gradient_accumulation,
         liger=bool(recipe.trainer.get("use_liger_kernel")), scans="installed", attention=attention,
         device_type=device_type(), host_memory=(available_host_bytes() or None) if can_offload() else None,
@@ -189,12 +192,6 @@ def updates_of(settings: TilingOptions, recipe: Recipe) -> dict[str, Any]:
     if settings.offload != bool(recipe.options.offload):
         updates["offload"] = settings.offload
     return updates
-
-
-def _adapters(lora: LoraRecipe) -> Lora:
-    from seqtile.planner.step_config import Lora
-
-    return Lora(lora.r, lora.target_modules, lora.alpha, lora.dropout)
 
 
 def _precision(recipe: Recipe, config: Any) -> str:

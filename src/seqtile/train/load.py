@@ -261,14 +261,14 @@ def freeze_unread(model: Any) -> list[str]:
 
 def _check_router_logits(text: Any, recipe: Recipe) -> None:
     """Refuse an ``output_router_logits`` that TRL overrides: it asks for them where their loss counts."""
-    asked = recipe.model_kwargs.get("output_router_logits")
+    requested = recipe.model_kwargs.get("output_router_logits")
     coefficient = recipe.trainer.get("router_aux_loss_coef")
     if coefficient is None:
         coefficient = getattr(text, "router_aux_loss_coef", 0.0)
-    if asked is not None and hasattr(text, "output_router_logits") and bool(asked) != (coefficient != 0):
+    if requested is not None and hasattr(text, "output_router_logits") and bool(requested) != (coefficient != 0):
         raise UserError(
-            f"output_router_logits {str(asked).lower()} with router_aux_loss_coef {coefficient}: the trainer asks for "
-            "router logits where that coefficient is not 0; give 'trainer: {router_aux_loss_coef: VALUE}'"
+            f"output_router_logits {str(requested).lower()} with router_aux_loss_coef {coefficient}: the trainer asks "
+            "for router logits where that coefficient is not 0; give 'trainer: {router_aux_loss_coef: VALUE}'"
         )
 
 
@@ -279,8 +279,12 @@ def check_split(recipe: Recipe) -> None:
         UserError: it has layers with a state, the heads do not divide, or its attention would lose a mask or cannot
             go round a ring.
     """
+    import torch
+
     config = load_config(recipe)
-    bare, text = _without_weights(config, recipe), config.get_text_config()
+    text = config.get_text_config()
+    with torch.device("meta"):  # to look at its modules
+        bare = auto_class(config, recipe).from_config(config, trust_remote_code=recipe.trust_remote_code)
     refuse_split_states(
         repr(recipe.model), states_of(bare), recipe.split, "cp_size" if recipe.cp_size > 1 else "sp_size"
     )
@@ -291,14 +295,6 @@ def check_split(recipe: Recipe) -> None:
         window=getattr(text, "sliding_window", None) if slides else None, no_ring=why_no_ring(bare),
     )  # fmt: skip
     check_combination(replace(recipe.combination, model=facts))
-
-
-def _without_weights(config: PretrainedConfig, recipe: Recipe) -> Any:
-    """The model on the meta device, to look at its modules."""
-    import torch
-
-    with torch.device("meta"):
-        return auto_class(config, recipe).from_config(config, trust_remote_code=recipe.trust_remote_code)
 
 
 def _hub_kwargs(recipe: Recipe) -> dict[str, Any]:
@@ -369,16 +365,17 @@ def _load_weights(path: str, recipe: Recipe, **kwargs: Any) -> PreTrainedModel:
     level = logging.get_verbosity()
     logging.set_verbosity_error()  # of which its table would say the same
     try:
-        words = {"output_loading_info": True, "ignore_mismatched_sizes": True, **kwargs}
-        model, info = _load("weights", auto_class(kwargs["config"], recipe), path, recipe, **words)
+        loading = {"output_loading_info": True, "ignore_mismatched_sizes": True, **kwargs}
+        model, info = _load("weights", auto_class(kwargs["config"], recipe), path, recipe, **loading)
     finally:
         logging.set_verbosity(level)
     mismatched, missing, unused = (sorted(info[f"{kind}_keys"]) for kind in ("mismatched", "missing", "unexpected"))
     if mismatched and not kwargs.get("ignore_mismatched_sizes"):
-        name, there, asked = mismatched[0]
+        name, file_shape, model_shape = mismatched[0]
         raise UserError(
-            f"the weights of model {recipe.model!r} do not match its configuration: {name} is {_sizes(there)} and "
-            f"should be {_sizes(asked)} ({len(mismatched)} such weights); use the config.json that they were saved with"
+            f"the weights of model {recipe.model!r} do not match its configuration: {name} is {_sizes(file_shape)} and "
+            f"should be {_sizes(model_shape)} ({len(mismatched)} such weights); use the config.json that they were "
+            "saved with"
         )
     if missing:
         raise UserError(

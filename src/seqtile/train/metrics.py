@@ -79,7 +79,10 @@ class Metrics(TrainerCallback):
             if self._tokens is not None:
                 values["tokens_per_s"] = round((logs["num_tokens"] - self._tokens) / (now - self._last), 1)
             self._tokens, self._last = logs["num_tokens"], now
-        values |= _peak()
+        if accelerator() is not None:
+            values["peak_allocated_gib"] = round(peak_bytes() / GIB, 3)
+        elif resident := peak_resident_bytes():
+            values["peak_resident_gib"] = round(resident / GIB, 3)
         with self._file.open("a", encoding="utf-8") as file:
             file.write(json.dumps(values) + "\n")
         self._display.record({**values, "steps": state.max_steps})
@@ -99,13 +102,6 @@ class Silent:
     def record(self, values: dict[str, Any]) -> None: ...
 
     def end(self) -> None: ...
-
-
-def _peak() -> dict[str, float]:
-    if accelerator() is not None:
-        return {"peak_allocated_gib": round(peak_bytes() / GIB, 3)}
-    resident = peak_resident_bytes()
-    return {"peak_resident_gib": round(resident / GIB, 3)} if resident else {}
 
 
 def _lines_up_to(file: Path, step: int) -> list[str]:

@@ -30,11 +30,15 @@ def write_card(folder: Path, recipe: Recipe, state: Any, data: Mapping[str, Data
     """
     from huggingface_hub import ModelCard, ModelCardData
 
-    on_hub = {what: _is_on_hub(what) for what in (recipe.model, recipe.dataset)}
+    on_hub = {name: name != DEMO and not Path(name).expanduser().exists() for name in (recipe.model, recipe.dataset)}
+    # Adapters are nothing without their model, so its directory is written too; the Hub refuses a card with a path.
+    has_base = on_hub[recipe.model] or (
+        recipe.lora is not None and recipe.model != DEMO and not recipe.trainer.get("push_to_hub")
+    )
     card = ModelCard.from_template(
         ModelCardData(
             library_name="transformers" if recipe.lora is None else "peft",
-            base_model=_base_model(recipe, on_hub[recipe.model]),
+            base_model=recipe.model if has_base else None,
             datasets=recipe.dataset if on_hub[recipe.dataset] else None,
             pipeline_tag="text-generation",
             tags=["trl", "sft", "seqtile"],
@@ -63,20 +67,7 @@ def write_card(folder: Path, recipe: Recipe, state: Any, data: Mapping[str, Data
     card.save(folder / "README.md")
 
 
-def _base_model(recipe: Recipe, on_hub: bool) -> str | None:
-    """The Hub id; of adapters, which are nothing without their model, its directory too.
-
-    The Hub refuses a card with a path, so that it is left out where the run is pushed.
-    """
-    local = recipe.lora is not None and recipe.model != DEMO and not recipe.trainer.get("push_to_hub")
-    return recipe.model if on_hub or local else None
-
-
-def _is_on_hub(name: str) -> bool:
-    return name != DEMO and not Path(name).expanduser().exists()
-
-
-def _link(name: str, kind: str, on_hub: Mapping[str, bool]) -> str:
+def _link(name: str, folder: str, on_hub: Mapping[str, bool]) -> str:
     if name == DEMO:
         return "the embedded demo"
-    return f"[{name}](https://huggingface.co/{kind}{name})" if on_hub[name] else f"`{name}`"
+    return f"[{name}](https://huggingface.co/{folder}{name})" if on_hub[name] else f"`{name}`"

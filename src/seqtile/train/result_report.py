@@ -132,9 +132,9 @@ def plot_memory(comparison: Comparison, path: Path) -> None:
     panels = figure.subplots(2, 1, sharey=True)
     for axes, side in zip(panels, (comparison.untiled, comparison.tiled), strict=True):
         _plot_side(axes, side)
-    share = comparison.tiled.peak_bytes / comparison.untiled.peak_bytes
+    ratio = comparison.tiled.peak_bytes / comparison.untiled.peak_bytes
     panels[0].set_title(
-        f"Memory over one step of {comparison.tokens:,} tokens: tiled peak {share:.0%} of untiled", loc="left"
+        f"Memory over one step of {comparison.tokens:,} tokens: tiled peak {ratio:.0%} of untiled", loc="left"
     )
     panels[0].set_ylim(0, comparison.untiled.peak_bytes / MIB * 1.28)
     panels[1].set_xlabel("progress through forward and backward (% of operators)")

@@ -81,21 +81,21 @@ def train(
             except OutOfMemory as error:
                 if error.retry is None or recipe.engine != "single":
                     raise
-                retry, before = error.retry, error.done
+                retry, retries = error.retry, error.done
             except UserError:
                 raise
             except (Exception, CheckpointException) as error:
-                told = disk_error(error, Path(str(recipe.output)))
-                if told is None:
+                of_disk = disk_error(error, Path(str(recipe.output)))
+                if of_disk is None:
                     raise
-                raise told from None
+                raise of_disk from None
             # Here the error is gone, and with it the model and the trainer that its frames held.
             release()
             start, _ = newest_whole(Path(str(recipe.output)))
             if start is None:
                 raise RunError(f"out of memory, and no whole checkpoint in {recipe.output} to go on from")
             recipe, overwrite = recipe.changed(**retry["recipe"]), False
-            done = [*before, {**retry, "how": f"from {start.name}"}]
+            done = [*retries, {**retry, "how": f"from {start.name}"}]
             logger.warning("%s", said(done[-1]))
 
 
@@ -309,13 +309,15 @@ def _trainer(model: Any, data: Data, tokenizer: Any, adapters: Any) -> Any:
 
 
 def _is_refusal(error: Exception, output: Path) -> bool:
-    """Whether a library raised ``error`` about what it was given; memory, disks and other ranks are told elsewhere."""
+    """Whether a library refused its arguments; memory, disks and other ranks have reports of their own."""
     from seqtile.train.out_of_memory import is_out_of_memory
     from seqtile.train.run_directory import disk_error
 
     of_another_rank = "gloo" in str(error) or type(error).__name__.startswith("Dist")
-    known = isinstance(error, UserError | RunError) or is_out_of_memory(error) or disk_error(error, output) is not None
-    return not (known or of_another_rank or is_ours(error))
+    reported = (
+        isinstance(error, UserError | RunError) or is_out_of_memory(error) or disk_error(error, output) is not None
+    )
+    return not (reported or of_another_rank or is_ours(error))
 
 
 def _all_done(trainer: Any, resume_from: Path, output: Path) -> bool:
@@ -382,18 +384,19 @@ def _train_and_save(
         trainer.save_result(output)
         if recipe.compare:
             display.stage("comparing one step tiled and untiled")
+    state = trainer.state
     outcome = Outcome(
         recipe=recipe,
-        output=output if stop.received is None else output / f"checkpoint-{trainer.state.global_step}",
+        output=output if stop.received is None else output / f"checkpoint-{state.global_step}",
         tiling=tiling,
-        losses=tuple((int(log["step"]), log["loss"]) for log in trainer.state.log_history if "loss" in log),
-        step=trainer.state.global_step,
+        losses=tuple((int(log["step"]), log["loss"]) for log in state.log_history if "loss" in log),
+        step=state.global_step,
         step_seconds=clock.median(),
         peak_bytes=None if accelerator() is None else peak_bytes(),
         stopped_by=stop.received,
         comparison=_compare(recipe, trainer) if recipe.compare and stop.received is None else None,
         data=trainer.data,
-        best=_best(trainer),
+        best=None if state.best_metric is None else (int(state.best_global_step), float(state.best_metric)),
         best_metric=best_metric(recipe)[0],
         ran=ran,
         retries=tuple(trainer.run["retries"]),
@@ -401,11 +404,6 @@ def _train_and_save(
     if not recipe.report or not is_first() or outcome.stopped_by is not None:
         return outcome
     return replace(outcome, report=write_report(outcome, output / "report"))
-
-
-def _best(trainer: Any) -> tuple[int, float] | None:
-    state = trainer.state
-    return None if state.best_metric is None else (int(state.best_global_step), float(state.best_metric))
 
 
 def _compare(recipe: Recipe, trainer: Any) -> Comparison:

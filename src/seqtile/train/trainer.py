@@ -68,8 +68,8 @@ class _SplitLoss(transformers.Trainer):
         batches, count = super().get_batch_samples(*args, **kwargs)
         if self._splits_rows and batches:
             # Of all ranks, each of which has counted its own part; Transformers takes the parts for whole rows.
-            mine = torch.stack([(batch["shift_labels"] != IGNORED).sum() for batch in batches]).sum()
-            count = self.accelerator.gather(mine.to(self.args.device)).sum()
+            rank_tokens = torch.stack([(batch["shift_labels"] != IGNORED).sum() for batch in batches]).sum()
+            count = self.accelerator.gather(rank_tokens.to(self.args.device)).sum()
         return batches, count
 
     def compute_loss(
@@ -101,11 +101,11 @@ class Trainer(SFTTrainer, _SplitLoss):
     def __init__(self, rows: Data, **kwargs: Any) -> None:
         self.data: dict[str, DataSummary] = {}
         self._rows = rows
-        asked = checkpoint_kwargs(rows.arguments)
+        checkpoint_settings = checkpoint_kwargs(rows.arguments)
         evaluated = rows.sets["eval"].rows if "eval" in rows.sets else None
         super().__init__(args=rows.arguments, train_dataset=rows.sets["train"].rows, eval_dataset=evaluated, **kwargs)
-        if "use_reentrant" not in asked:  # TRL forces it for adapters under ZeRO-3
-            self.args.gradient_checkpointing_kwargs = {**asked, "use_reentrant": False}
+        if "use_reentrant" not in checkpoint_settings:  # TRL forces it for adapters under ZeRO-3
+            self.args.gradient_checkpointing_kwargs = {**checkpoint_settings, "use_reentrant": False}
             self.args.activation_checkpointing_kwargs = self.args.gradient_checkpointing_kwargs
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
         if plugin is not None and plugin.transformer_cls_names_to_wrap is None:
@@ -137,7 +137,7 @@ class Trainer(SFTTrainer, _SplitLoss):
         if size > 1:
             split = accelerator.deepspeed_ulysses_dl_adapter
             accelerator.deepspeed_ulysses_dl_adapter = lambda rows, model: SplitRows(
-                rows, lambda one: split(one, model), size
+                rows, lambda batch: split(batch, model), size
             )
 
     def _prepare_dataset(  # type: ignore[no-untyped-def]
@@ -190,9 +190,9 @@ class Trainer(SFTTrainer, _SplitLoss):
         assert self._evaluated is not None
         device = self.args.device
         batch = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
-        with torch.no_grad(), self.compute_loss_context_manager(), self._evaluated.split(batch) as part:
-            loss = self.compute_loss(model, part)  # type: ignore[no-untyped-call]
-        self._evaluated.add(loss, part)
+        with torch.no_grad(), self.compute_loss_context_manager(), self._evaluated.split(batch) as rank_batch:
+            loss = self.compute_loss(model, rank_batch)  # type: ignore[no-untyped-call]
+        self._evaluated.add(loss, rank_batch)
         return loss, None, None
 
     def save_model(self, *args: Any, **kwargs: Any) -> None:
@@ -214,8 +214,8 @@ class Trainer(SFTTrainer, _SplitLoss):
         """Called by TRL at each checkpoint, and at the end."""
         if self.step is not None and self.is_world_process_zero():
             tiling, model = self.step.tiling, cast("torch.nn.Module", self.model)
-            told = "none" if tiling is None else f"{tiling}; {what_ran(model)}"
-            write_card(Path(str(self.args.output_dir)), self.step.recipe, self.state, self.data, told)
+            tiled = "none" if tiling is None else f"{tiling}; {what_ran(model)}"
+            write_card(Path(str(self.args.output_dir)), self.step.recipe, self.state, self.data, tiled)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """Called by Transformers before the first step.
@@ -262,12 +262,12 @@ class Trainer(SFTTrainer, _SplitLoss):
         if self.args.should_save:
             write_mark(output, CheckpointMark(step=self.state.global_step), only=RESULT)
 
-    def _save_in_shards(self, wanted: bool) -> None:
+    def _save_in_shards(self, in_shards: bool) -> None:
         """Under FSDP2: whether each rank saves its shard, which is written and read at once, or rank 0 everything."""
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
         if plugin is not None:
             plugin.state_dict_config = plugin.optim_state_dict_config = None  # else those of the other kind stay
-            plugin.set_state_dict_type("SHARDED_STATE_DICT" if wanted else "FULL_STATE_DICT")
+            plugin.set_state_dict_type("SHARDED_STATE_DICT" if in_shards else "FULL_STATE_DICT")
 
     def begin(self) -> None:
         """Before the first step: with retries a checkpoint to go on from.
@@ -324,7 +324,7 @@ class Trainer(SFTTrainer, _SplitLoss):
         if self.step is not None and self.step.in_place:
             run = super().training_step
             call = (model, inputs, *args)
-            done = self.step.run(call, not self._batches, lambda one: run(*one, **kwargs))  # type: ignore[no-untyped-call]
+            done = self.step.run(call, not self._batches, lambda step_args: run(*step_args, **kwargs))  # type: ignore[no-untyped-call]
             loss = done.pop()
             if done:  # done again: the losses that were logged of the former try are taken back
                 loss, self._losses = loss + sum(done) - sum(self._losses), done
@@ -366,25 +366,25 @@ class Trainer(SFTTrainer, _SplitLoss):
             what, culprits = [f"the gradient norm is {float(norm)}"], [*enumerate(batches)]
         for number, batch in culprits[:SHOWN_SEQUENCES]:
             what += self._told(batch, f"micro-batch {number + 1} of {len(batches)}")
-        told = gather_object([what]) if self.accelerator.num_processes > 1 else [what]
-        raise RunError(self._sentence(told))
+        by_rank = gather_object([what]) if self.accelerator.num_processes > 1 else [what]
+        raise RunError(self._sentence(by_rank))
 
-    def _told(self, rows: torch.Tensor, place: str) -> list[str]:
+    def _told(self, rows: torch.Tensor, name: str) -> list[str]:
         """Where a batch was, and how each of its sequences begins."""
         tokenizer: Any = self.processing_class
-        lines = [f"  {place}, {' x '.join(map(str, rows.shape))} tokens, begins:"]
+        lines = [f"  {name}, {' x '.join(map(str, rows.shape))} tokens, begins:"]
         for row in rows[:SHOWN_SEQUENCES].tolist():
             lines.append(f"    {tokenizer.decode(row[:SHOWN_CHARACTERS])[:SHOWN_CHARACTERS]!r}...")
         return lines
 
-    def _sentence(self, told: list[list[str]]) -> str:
+    def _sentence(self, by_rank: list[list[str]]) -> str:
         step, output = self.state.global_step, Path(self.args.output_dir or "")
         lines = []
         # One rank's loss makes every rank's gradient what it is, so only the losses tell where it came from.
-        losses = [rank for rank, what in enumerate(told) if what and what[0].startswith("the loss")]
-        for rank in losses or range(len(told)):
-            on_rank = f" on rank {rank}" if len(told) > 1 else ""
-            lines += [f"stopped at step {step}: {told[rank][0]}{on_rank}", *told[rank][1:]]
+        losses = [rank for rank, what in enumerate(by_rank) if what and what[0].startswith("the loss")]
+        for rank in losses or range(len(by_rank)):
+            on_rank = f" on rank {rank}" if len(by_rank) > 1 else ""
+            lines += [f"stopped at step {step}: {by_rank[rank][0]}{on_rank}", *by_rank[rank][1:]]
         checkpoint, _ = newest_whole(output)
         if checkpoint is None:
             lines += ["nothing was saved; look at these rows, or start again with a lower --learning-rate"]

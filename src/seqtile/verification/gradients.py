@@ -43,7 +43,8 @@ def check_gradients(model: nn.Module) -> list[str]:
     if not inside:
         raise UserError(f"{type(model).__name__} has no tiled block with weights; call seqtile.apply first")
     weights = {name: weight for name, weight in model.named_parameters() if id(weight) in inside}
-    if any(_is_deepspeeds(weight) for weight in weights.values()):
+    # ZeRO-1 and ZeRO-2 leave the first mark on a parameter, ZeRO-3 the second.
+    if any(is_in_zero12(weight) or hasattr(weight, "ds_id") for weight in weights.values()):
         raise UserError(
             "DeepSpeed holds the gradients, and a missing one reads as zeros there; "
             "seqtile verify --engine compares them"
@@ -68,8 +69,3 @@ def _weights_in_tiles(model: nn.Module) -> Iterator[Tensor]:
             yield from (p for member in members if isinstance(member, nn.Module) for p in member.parameters())
         elif isinstance(installed, Installed):
             yield from module.parameters()
-
-
-def _is_deepspeeds(weight: Tensor) -> bool:
-    """Marks that ZeRO leaves on a parameter: the first of stages 1 and 2, the second of stage 3."""
-    return is_in_zero12(weight) or hasattr(weight, "ds_id")
