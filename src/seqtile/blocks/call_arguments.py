@@ -38,7 +38,7 @@ class SplitArguments:
         raise NotImplementedError
 
     def given_back(self, tile: Tensor, layout: Any) -> Tensor:
-        """A tile as the module takes it."""
+        """A tile of rows in the layout of the module's argument."""
         raise NotImplementedError
 
     @property
@@ -57,12 +57,12 @@ class SplitArguments:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What else tells one call from another: where its tensors are, and all that is none."""
+        """Identifies a call besides its tensors: their positions, and all other arguments."""
         settings = [(name, repr(value)) for name, value in self.arguments.items() if not isinstance(value, Tensor)]
         return (tuple(self.split.items()), tuple(self.whole), tuple(settings))
 
     def take(self) -> list[Tensor]:
-        """The tensors to split; nothing here holds them any longer, since what runs a tile lives until backward."""
+        """The tensors to split. They are released here, since the function that runs a tile lives until backward."""
         tensors = [self.rows(self.arguments[name], layout) for name, layout in self.split.items()]
         self.arguments |= dict.fromkeys(self.split)
         return tensors

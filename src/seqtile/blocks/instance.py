@@ -1,4 +1,4 @@
-"""The tiled forward of one instance: asks at each call whether its proof still holds, cuts, and runs an operator."""
+"""The tiled forward of one instance: checks at each call that its proof holds, and runs an operator over tiles."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Setting:
         experts: whether it is a group of routed experts.
         name: qualified name of the block.
         layer: qualified name of the decoder layer around it, or "".
-        trusted: whether its caller vouches for it, where nothing is known of it.
+        trusted: whether the caller vouches for it where no proof exists.
     """
 
     rule: TileRule
@@ -74,7 +74,7 @@ class Setting:
     trusted: bool = False
 
     def shape(self, x: Tensor, weights: Sequence[Tensor], fused: bool, lanes: int = 1) -> BlockShape:
-        """What the tile rule needs to know, from what the block is at this call."""
+        """The sizes that the tile rule reads, of the block as it is at this call."""
         return BlockShape(
             hidden=self.hidden,
             intermediate=self.intermediate * lanes,
@@ -90,7 +90,7 @@ _thread = threading.local()
 
 
 def inside_a_tile() -> bool:
-    """Whether a layer runs a tile of its sequence in this thread: what is tiled inside it then runs whole."""
+    """Whether this thread runs one tile of a layer's sequence: modules inside that layer then run untiled."""
     return getattr(_thread, "inside", False)
 
 
@@ -106,11 +106,11 @@ def inside() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Operands:
-    """What one call computes with.
+    """The operands of one call.
 
     Attributes:
-        fused: what the operator of an MLP or of a norm takes; None where the generic operator runs.
-        not_fused: why the MLP's operator cannot run now, if it was asked for.
+        fused: operands of the MLP's or the norm's operator; None where the generic operator runs.
+        not_fused: why the requested fused operator cannot run now, or "".
         trained: the weights that train.
         shape: what the tile rule needs to know.
         dense_bytes: of the packed weights, once they are made dense.
@@ -124,11 +124,11 @@ class Operands:
 
 
 class Verdict:
-    """What is known of a chain in one mode, and what its last call computed with.
+    """The proof of a chain in one mode, and the operands of its last call.
 
     Attributes:
         chain: what runs.
-        proof: what is known of it.
+        proof: that it is position-wise, or why nothing proves it.
         snapshot: what the proof rests on.
         refusal: why it must not be tiled, or "".
     """
@@ -176,13 +176,13 @@ class Verdict:
 
 
 def trained_weights(chain: Chain, computed: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-    """The weights of a chain that train, those included that were computed for this call."""
+    """The trainable weights of a chain, including those computed for this call."""
     live = [weight for module in chain.modules for _, weight in named_weights(module)]
     return tuple([weight for weight in (*live, *computed.values()) if weight.requires_grad])
 
 
 class Installed(ForwardStandIn):
-    """Base of the tiled forwards: puts itself into an instance, remembers what was there, and restores it."""
+    """Base of the tiled forwards: replaces an instance's forward, and restores the original."""
 
     most_tiles = most_tokens = 0
     """Of any call: how many tiles it was cut into, and how many tokens it had."""
@@ -295,10 +295,10 @@ class Installed(ForwardStandIn):
         return fused_mlp(x, fused, sizes, keep=kept_share, holds_dense=keep.holds_dense(dense))
 
     def verdict(self, chain: Chain, mode: Mode) -> Verdict:
-        """What is known of ``chain`` in this mode: what was known at its last call, while the modules are the same.
+        """The verdict on ``chain`` in this mode; the previous call's, as long as the modules have not changed.
 
         Cost:
-            Where they are, some 10 µs; where they are not, see :func:`seqtile.recognise.proof.prove`.
+            About 10 µs if they have not changed; else see :func:`seqtile.recognise.proof.prove`.
         """
         verdict = self._verdicts.get(mode)
         if verdict is None or verdict.chain != chain or not verdict.snapshot.holds():
@@ -310,7 +310,7 @@ class Installed(ForwardStandIn):
         return verdict
 
     def _judge(self, chain: Chain, mode: Mode) -> Verdict:
-        """The verdict on modules that are new or have changed."""
+        """Prove modules that are new or have changed."""
         self.check()  # only here: an engine that gathers inside has changed a class, a child or an attribute
         previous = self._verdicts.get(mode)
         if len(self._verdicts) > 8 or (previous is not None and not previous.snapshot.holds()):
@@ -377,10 +377,8 @@ class Installed(ForwardStandIn):
     def _is_proven(
         self, kinds: Sequence[tuple[int, torch.dtype]], has_settings: bool, device: torch.device, gradients: bool
     ) -> bool:
-        """Whether the block is proven as it is now; asked when the compiler writes down a call, outside its graph.
-
-        The compiler guards what the block's own code reads, so that a change leads here again.
-        """
+        """Whether the block is proven as it is now; runs when a call is compiled, outside the graph."""
+        # The compiler guards what the block's own code reads, so a change there recompiles, and leads here again.
         setting = self.setting
         if not setting.experts and (len(kinds) > 1 or has_settings):
             refusal = "torch.compile calls it with more than hidden states, for which it is not proven"
@@ -444,7 +442,7 @@ _AXES: dict[int, tuple[str, ...]] = {2: ("bs",), 3: ("b", "s"), 4: ("b", "m", "s
 
 
 def mode_of(tensors: Sequence[Tensor], constants: Sequence[Tensor] = ()) -> Mode:
-    """How a call with these tensors runs; the first ones are split along all but the last dimension."""
+    """The mode of a call with these tensors, which are split along all but the last dimension."""
     x = tensors[0]
     inputs: list[Any] = []
     for tensor in tensors:
@@ -487,10 +485,8 @@ class TiledForward(Installed):
         return self.run(chain, tensors, call, lambda: self.original(*args, **kwargs), mode=mode, computed=computed)
 
     def _outside_parametrizations(self) -> tuple[nn.Module, Callable[..., Any], dict[str, Tensor]]:
-        """A view of the module without its parametrisations, its forward, and the weights that they compute.
-
-        PEFT's ``target_parameters`` puts them on experts for the length of a call, and a recompute comes later.
-        """
+        """A view of the module without its parametrisations, its forward, and the weights that they compute."""
+        # PEFT's target_parameters adds the parametrisations for the length of a call; the recompute comes later.
         module = self.module
         if self._view is None:
             self._view = object.__new__(type_before_parametrizations(module))

@@ -45,7 +45,7 @@ _SUMS = ("add", "__add__", "__radd__", "__iadd__")
 
 
 class Placeholder(Tensor):
-    """Stands for a result that is computed later, in tiles; only the member that comes next may read it."""
+    """A result that is computed later, in tiles; only the next member may read it."""
 
     sequence: Members
 
@@ -78,7 +78,7 @@ def _first_placeholder(args: Any, kwargs: Any) -> Placeholder:
 
 
 class _MemberCall(functools.partial[Any]):
-    """The stand-in of one member: it can be called, and nothing else can be asked of it or set on it."""
+    """The stand-in of one member: callable, with no attributes to read or set."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         self._refuse()
@@ -101,7 +101,7 @@ class Members:
         events: names of what is called, in order; ``"+"`` for the sum with the input; numbers' names for functional
             dropouts.
         probabilities: those of the names that are probabilities of functional dropouts.
-        finish: computes everything, from the inputs and the probabilities with which the layer called dropout.
+        finish: computes the result from the inputs and the probabilities with which the layer called dropout.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class Members:
         return self._step(name)
 
     def operator(self, func: Any, name: str, args: Any, kwargs: Mapping[str, Any]) -> Any:
-        """A function of PyTorch that is called with a placeholder: a dropout, or the sum with the input."""
+        """Handle a PyTorch function called with a placeholder: a dropout, or the sum with the input."""
         expected = self.events[self.at]
         if func in (_DROPOUT, F.dropout) and expected in self.probabilities:
             call = inspect.signature(_DROPOUT).bind(*args, **kwargs)
@@ -147,7 +147,7 @@ class Members:
         return self.refuse()
 
     def _step(self, name: str) -> Any:
-        """``name`` is called: what it hands on, or after the last one what everything gives."""
+        """Return the placeholder that ``name`` hands on; after the last member, the computed result."""
         context = (torch.is_grad_enabled(), *map(torch.is_autocast_enabled, device_types()))
         self.context = self.context or context
         if name != self.events[self.at] or context != self.context:
@@ -171,7 +171,7 @@ class Members:
         )
 
     def check_end(self, results: Any) -> None:
-        """Raise where the layer hands a placeholder out."""
+        """Raise if the layer returns a placeholder."""
         if any(isinstance(value, Placeholder) for value in tree_leaves(results)):
             self.refuse()
 
@@ -189,7 +189,7 @@ class NormedAttention:
     attention: str
 
     def stand_ins(self, layer: nn.Module) -> dict[str, Callable[..., Any]]:
-        """What the view calls in place of both; empty where there is no such norm or one of them has hooks."""
+        """Stand-ins for norm and attention; empty without such a norm, or if one of them has hooks."""
         if not self.norm:
             return {}
         norm, attention, fsdp1 = getattr(layer, self.norm), getattr(layer, self.attention), wrapper()
@@ -224,7 +224,7 @@ class NormedAttention:
 
 
 class TiledLayer(Installed):
-    """``forward`` of one decoder layer: block, norm or dropout run in one tile."""
+    """``forward`` of one decoder layer, whose block, norm and dropout run in one tile."""
 
     def __init__(self, layer: nn.Module, setting: Setting, neighbours: Neighbours, inline: bool) -> None:
         super().__init__(layer, setting)
@@ -268,7 +268,7 @@ class TiledLayer(Installed):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _together(self, *args: Any, **kwargs: Any) -> Any:
-        """The layer's own forward on a view in which stand-ins take the members' places."""
+        """Run the layer's own forward on a view that has stand-ins for the members."""
         self.refuse_copies()
         layer = self.module
         if reason := self._why_apart(layer):
@@ -303,7 +303,7 @@ class TiledLayer(Installed):
         return f"{', '.join(hooked)} has hooks" if hooked else ""
 
     def _apart(self, reason: str, layer: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """The layer's own forward: the block alone runs in tiles, an inline one untiled."""
+        """Run the layer's own forward: the block alone in tiles, an inline block untiled."""
         self.check()
         alone = "untiled" if self.inline else "without its neighbours in the tile"
         news = f"runs {alone}: {reason}"
@@ -317,7 +317,7 @@ class TiledLayer(Installed):
     def _run_layer(
         self, layer: nn.Module, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """The layer's forward; with a long mask without the attention kernel that is wrong then, recomputed too."""
+        """Run the layer's forward, under a long mask without the kernel that is wrong then (recompute too)."""
         if not has_long_mask((*args, *kwargs.values())):
             return self._looked_at(forward, args, kwargs)
         forward = functools.partial(without_wrong_kernel, forward)
@@ -337,7 +337,7 @@ class TiledLayer(Installed):
             attributes[CHECKPOINT_FUNCTION] = checkpoint
 
     def _looked_at(self, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """The layer's forward; at its first call with gradients the operators of attention in it are noted."""
+        """Run the layer's forward, and record its attention operators at the first call with gradients."""
         if self._watched or not torch.is_grad_enabled() or active_fake_mode() is not None:
             return forward(*args, **kwargs)
         self._watched = True
@@ -362,7 +362,7 @@ class TiledLayer(Installed):
         return inner
 
     def chain(self, layer: nn.Module, dropped: Mapping[str, float]) -> Chain:
-        """What runs in the tile now.
+        """The chain that runs in the tile at this call.
 
         Args:
             layer: the layer.
@@ -406,12 +406,12 @@ class TiledPair(TiledLayer):
 
 
 def _forward_code(layer: nn.Module) -> Any:
-    """What tells one forward of a layer's class from another."""
+    """The code of the forward of a layer's class, to detect a replaced forward."""
     return getattr(type(layer).forward, "__code__", None)
 
 
 def _view_with(layer: nn.Module, stand_ins: Mapping[str, Any]) -> nn.Module:
-    """A shallow copy of the layer in which stand-ins take the place of some children."""
+    """A shallow copy of the layer, with stand-ins for some children."""
     view: nn.Module = view_of(layer)
     attributes = view.__dict__
     attributes[MODULES] = {**layer.__dict__[MODULES], **stand_ins}

@@ -1,4 +1,4 @@
-"""The rest of a layer that treats every token by itself: norms outside the MLP's tile, and attention's projections.
+"""Other position-wise parts of a layer: norms outside the MLP's tile, and attention's projections.
 
 A norm written in Python keeps its input and the normalised states in fp32 until its backward; in tiles it keeps its
 input, which the residual connection holds anyway. A projection keeps its input alone, so that tiles free nothing there,
@@ -47,7 +47,7 @@ class Rows:
 
 
 def find_rows(model: nn.Module, blocks: Sequence[Candidate], besides: Sequence[str], *, whole: bool) -> list[Rows]:
-    """Norms and projections of the layers around ``blocks`` that no tile of theirs holds.
+    """Norms and projections of the layers around ``blocks`` that are not in the blocks' tiles.
 
     Args:
         model: the model, its blocks tiled already.
@@ -109,7 +109,7 @@ def tile_rows(rows: Iterable[Rows], rule: TileRule, path: str = "auto") -> None:
 
 
 def adapted_since(model: nn.Module) -> int:
-    """How many tiled projections are the base layer of an adapter that was put around them afterwards."""
+    """Count the tiled projections that an adapter has wrapped since."""
     return sum(
         name.endswith(".base_layer") and isinstance(module.__dict__.get("forward"), TiledRows)
         for name, module in model.named_modules()

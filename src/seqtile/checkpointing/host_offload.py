@@ -52,7 +52,7 @@ def pool_bytes(nbytes: int, budget: int = 0) -> int:
 
 
 def _next_chunk(capacity: int, budget: int) -> int:
-    """Bytes of the chunk after those of ``capacity`` bytes; the last of a budget are smaller, 0 where it is used up."""
+    """Bytes of the next chunk of a pool of ``capacity`` bytes; fewer at the end of a budget, 0 if it is used up."""
     if not budget:
         return CHUNK_BYTES
     left = budget - capacity
@@ -64,7 +64,7 @@ Extent = tuple[int, int]
 
 
 class ChunkPool:
-    """Memory in chunks, of which tensors take any free extents, the lowest first; nothing is lost between them.
+    """Memory in chunks. Tensors take free extents of any size, the lowest first, so no fragment stays unused.
 
     Args:
         budget: most bytes in all chunks, 0 for no bound.
@@ -82,7 +82,7 @@ class ChunkPool:
 
     @property
     def free_bytes(self) -> int:
-        """Bytes that no tensor has."""
+        """Free bytes of the pool."""
         with self._lock:
             return sum(size for _, size in self._free)
 
@@ -175,16 +175,16 @@ class Lane:
         return extents
 
     def release(self, layer: int) -> None:
-        """Release the device tensors up to ``layer``, once what computes has waited for their copies."""
+        """Release the device tensors up to ``layer``, after the compute stream has waited for their copies."""
         while self.outward and (self.outward[0][0] <= layer or self.outward[0][2].query()):
             _, _, event = self.outward.popleft()
             if not event.query():
                 self.current().wait_event(event)
 
     def give(self, extents: list[Extent]) -> None:
-        """Take the extents of a tensor back that nobody refers to any more.
+        """Free the extents of a tensor that has no reference left.
 
-        Where they were the last, a forward without a backward or an exception has left what is still in flight.
+        If these were the last, a forward without a backward, or an exception, has left the copies in flight.
         """
         self.pool.give(extents)
         if (self.outward or self.inward) and self.pool.free_bytes == self.pool.capacity:
@@ -238,7 +238,7 @@ class OffloadedTensor:
         weakref.finalize(self, self.lane.give, self.extents).atexit = False
 
     def fetch(self) -> tuple[Tensor, Any, int]:
-        """The device tensor, the event after which it is whole, its number; begun once, by whoever comes first."""
+        """The device tensor, the event after which it is whole, and its number. The first call starts the copy."""
         if self.fetched is None:
             if self.lane is None:
                 self.fetched = (self.host if self.device.type == "cpu" else self.host.to(self.device), None, 0)
@@ -247,7 +247,7 @@ class OffloadedTensor:
         return self.fetched
 
     def take(self) -> Tensor:
-        """The tensor back on its device, for the stream that computes; the layers before are fetched ahead."""
+        """The tensor on its device again, for the compute stream; the earlier layers are prefetched."""
         if self.lane is not None:
             self.lane.release(self.owner.layer)
         tensor, event, number = self.fetch()
@@ -261,7 +261,7 @@ class OffloadedTensor:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether its elements fill one stretch of memory, in whatever order."""
+    """Whether its elements fill one contiguous range of memory, in any order."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1:
@@ -272,10 +272,10 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 class HostMemory:
-    """Where one model's tensors are parked.
+    """Host memory for the tensors of one model.
 
     Args:
-        budget: bytes that they may take, what is beyond stays on its device; 0 for what the host has free.
+        budget: most bytes of these tensors, of which any others stay on their device; 0 for the host's free memory.
         in_flight: layers whose tensors may be on the device for a copy.
     """
 
@@ -304,11 +304,11 @@ class HostMemory:
         return sum(lane.pool.capacity for lane in self._lanes.values())
 
     def begin_layer(self) -> None:
-        """What is parked from here on is the next layer's."""
+        """Start the next layer: it owns the tensors parked from now on."""
         self.layer += 1
 
     def has_room(self, tensor: Tensor) -> bool:
-        """Whether the budget holds ``tensor`` too; the layers that come first, and are wanted last, find room."""
+        """Whether the budget has room for ``tensor``; the first layers, needed last in backward, get it."""
         nbytes = tensor.numel() * tensor.element_size()
         lane = self.lane_of(tensor)
         if lane is not None:
@@ -318,7 +318,7 @@ class HostMemory:
         return not self.budget or self.parked_bytes + nbytes <= self.budget
 
     def park(self, tensor: Tensor) -> OffloadedTensor:
-        """Begin to copy ``tensor``, which there is room for, to the host."""
+        """Start the copy of ``tensor`` to the host; :meth:`has_room` was checked."""
         while self._order and self._order[-1]() is None:  # what an earlier step left behind
             self._order.pop()
         while self._order and self._order[0]() is None:
@@ -329,7 +329,7 @@ class HostMemory:
         return parked
 
     def before(self, taken: OffloadedTensor) -> list[OffloadedTensor]:
-        """What the layers before ``one``'s have parked and not taken, as many of them as may be in flight with it."""
+        """Parked tensors of the layers before ``one``'s, of as many layers as may be in flight with it."""
         parked = [tensor for ref in self._order if (tensor := ref()) is not None]
         return [
             tensor for tensor in reversed(parked)
@@ -337,11 +337,11 @@ class HostMemory:
         ]  # fmt: skip
 
     def lane_of(self, tensor: Tensor) -> Lane | None:
-        """The copies of this tensor, None where they are plain: what wraps other tensors is no stretch of memory."""
+        """The lane of this tensor; None for a plain copy, as of a subclass that wraps other tensors."""
         return self.lane(tensor.device) if type(tensor) in PLAIN else None
 
     def lane(self, device: torch.device) -> Lane | None:
-        """The copies of ``device``, None where they are plain ones."""
+        """The lane of ``device``, None if copies are plain there."""
         if device.type == "cpu" or not can_pin():
             return None
         if device not in self._lanes:
@@ -379,7 +379,7 @@ class HostMemory:
 
 @functools.cache
 def can_pin() -> bool:
-    """Whether the accelerator's backend has pinned memory; without it copies are right, and the device waits."""
+    """Whether the accelerator's backend has pinned memory; without it the device waits for each copy."""
     try:
         return torch.empty(1, pin_memory=True).is_pinned()
     except RuntimeError:  # NotImplementedError is one

@@ -39,7 +39,7 @@ def largest_of_layers(text_config: Any, name: str) -> Any:
 
 
 def kept_per_token(text_config: Any, itemsize: int, hidden: int = 0) -> int:
-    """Bytes per token and layer that are kept of attention: each head's output, and its log-sum-exp in fp32.
+    """Bytes kept per token and layer: each head's attention output, and its log-sum-exp in fp32.
 
     ``hidden`` is the width for a configuration that does not name one.
     """
@@ -75,7 +75,7 @@ class AttentionSaved:
         return _Forward(forward, kept, away, self), _Recompute(recompute, kept, away)
 
     def add(self, tensors: Iterable[Tensor]) -> None:
-        """Count what is kept."""
+        """Count the bytes of kept tensors."""
         self.saved += 1
         for tensor in tensors:
             self.saved_bytes += tensor.numel() * tensor.element_size()
@@ -89,7 +89,7 @@ def _policy(kept: Kept, _: Any, op: Any, *args: Any, **__: Any) -> CheckpointPol
 
 
 class _Away:
-    """The kept results of one layer, moved out of PyTorch's store and head-wise attention's, and back into them."""
+    """The kept results of one layer, moved from PyTorch's and head-wise attention's storage to the host, and back."""
 
     def __init__(self, host: HostMemory | None, mode: Any, kept: Kept) -> None:
         self.host, self.mode, self.kept = host, mode, kept
@@ -146,7 +146,7 @@ class _Forward:
 
 
 class _KernelCount(LettingCompile):
-    """Counts the bytes that attention kernels return, and notes where they leave the random stream.
+    """Counts the bytes that attention kernels return, and records the random state after each.
 
     The policy cannot do this: torch 2.11 calls it without the operator's results.
     """
@@ -172,7 +172,7 @@ class _KernelCount(LettingCompile):
 
 
 class _Recompute:
-    """Around the recompute: attention outputs that the forward kept are handed back."""
+    """Context of the recompute: attention returns the outputs that the forward kept."""
 
     def __init__(self, inner: Any, kept: Kept, away: _Away) -> None:
         self.inner, self.kept, self.away = inner, kept, away
@@ -195,7 +195,7 @@ class _Recompute:
 
 
 class _GoingOn(LettingCompile):
-    """Where a kernel's kept results stand for it, random numbers go on as after the kernel."""
+    """Advances the random stream as the kernel did, where its kept results are returned instead."""
 
     def __init__(self, kept: Kept) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -38,8 +38,8 @@ _POLICY_MARK = "_seqtile_checkpointing"
 def find_checkpointed(model: nn.Module) -> Named:
     """(name, module) of the outermost models in ``model`` whose own class switches activation checkpointing on.
 
-    Asked of the class: PEFT's models, ``torch.compile``'s and other wrappers hand any attribute on to the model inside,
-    so an instance of theirs would answer too, and what is set on it would reach no layer.
+    Read from the class: wrappers such as PEFT's or ``torch.compile``'s hand any attribute on to the model inside,
+    so an instance of theirs has the method too, but what is set on the wrapper reaches no layer.
     """
 
     def checkpoints(module: nn.Module) -> bool:
@@ -80,7 +80,7 @@ def check_checkpointing(model: nn.Module, policy: str | None, offload: bool | in
 
 
 def install_checkpointing(model: nn.Module, policy: str | None, offload: bool | int) -> str:
-    """Have the activation checkpoints of ``model`` follow ``policy``; switches checkpointing on if it is off.
+    """Apply ``policy`` to the activation checkpoints of ``model``; switches checkpointing on if it is off.
 
     Returns:
         What was done, in words.
@@ -164,7 +164,7 @@ class Checkpointing(Watched):
     def __call__(
         self, enable: bool = True, gradient_checkpointing_func: Callable[..., Any] = checkpoint, **others: Any
     ) -> Any:
-        """What transformers calls to hand its checkpoint function to the layers."""
+        """Called by transformers to set the checkpoint function of the layers."""
         self.switched_on = False  # other code enabled or disabled checkpointing: it stays so when we are removed
         original = getattr(type(self.module), SET_CHECKPOINTING)
         function = self.around(gradient_checkpointing_func) if enable else gradient_checkpointing_func
@@ -231,7 +231,7 @@ class Checkpointing(Watched):
         return True
 
     def _looks(self) -> bool:
-        """Whether attention's operators are noted in this call: until a layer has some, at most once for each layer."""
+        """Whether this call records attention's operators: until a layer has some, at most once per layer."""
         if self.attention is not None or self.attention_ran is not None or self._looks_left == 0:
             return False
         if torch.compiler.is_compiling() or active_fake_mode() is not None or not torch.is_grad_enabled():
@@ -258,7 +258,7 @@ class Checkpointing(Watched):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _uncompiled(self, base: Callable[..., Any], function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Dynamo takes neither a policy of what a checkpoint keeps nor hooks on what it saves."""
+        """Dynamo supports neither selective checkpoints nor saved-tensor hooks."""
         option = "offload" if self.attention is None else "checkpoint='attention-saved'"
         self.warn(f"{option} runs the decoder layers uncompiled; with torch.compile use checkpoint='full' alone")
         return self.run(base, function, *args, _seqtile_former=None, **kwargs)
@@ -313,7 +313,7 @@ class Checkpointing(Watched):
 
 
 def _hooks_for_input(hidden: Tensor, host: HostMemory) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
-    """Hooks that park the layer's input and leave everything else that is saved here where it is."""
+    """Hooks that park the layer's input and leave all other saved tensors on their device."""
     storage = (hidden.data_ptr(), hidden.shape, hidden.dtype)
 
     def pack(tensor: Tensor) -> Any:
@@ -331,7 +331,7 @@ def _is_floating(value: Any) -> bool:
 
 
 def _hidden_states_first(function: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-    """The call with its hidden states by position: what a layer is called with by name, a checkpoint does not save."""
+    """The call with its hidden states by position: a checkpoint does not save keyword arguments."""
     bound = getattr(function, "keywords", None)
     if not bound or any(map(_is_floating, args)):
         return function, args

@@ -1,4 +1,4 @@
-"""Adapters (PEFT) on a model: where they are left out, because they would not train or not run."""
+"""Adapters (PEFT) for a model, without the layers in which they would not train or not run."""
 
 from __future__ import annotations
 

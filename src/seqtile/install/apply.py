@@ -219,7 +219,7 @@ def with_free_memory(keep: KeepRule, model: nn.Module, blocks: int) -> KeepRule:
 
 
 def _is_of_owner(forward: Any) -> bool:
-    """Whether :func:`seqtile.tile_module` put it there: another call of :func:`apply` leaves it."""
+    """Whether :func:`seqtile.tile_module` installed it, so that :func:`apply` leaves it."""
     return isinstance(forward, Installed) and forward.owner == "tile_module"
 
 
@@ -332,7 +332,7 @@ def _tile(model: nn.Module, block: Candidate, keep: KeepRule, options: TilingOpt
 
 
 def _neighbours(block: Candidate, layer: nn.Module, *, norms: bool) -> Neighbours:
-    """What runs in the tile of a block: what it needs, and with ``norms`` the norm before it."""
+    """The neighbours in a block's tile: those it needs, and with ``norms`` the norm before it."""
     neighbours, alone = block.neighbours, Neighbours(members=block.neighbours.members)
     neighbours = neighbours if norms else replace(neighbours, before="")
     if block.in_layer:
@@ -366,7 +366,7 @@ def _operator(model: nn.Module, block: Candidate, layer: nn.Module, neighbours: 
 
 
 def _expected_shape(setting: Setting, block: Candidate, fused: bool) -> BlockShape:
-    """What the tile rule will know of a block in training, as far as its weights tell."""
+    """The sizes that the tile rule will read in training, estimated from the block's weights."""
     weights = [weight for module in block.parts for weight in module.parameters()]
     trained = [weight for weight in weights if weight.requires_grad]
     itemsize = max([weight.element_size() for weight in weights if weight.is_floating_point()], default=4)
@@ -378,7 +378,7 @@ def _expected_shape(setting: Setting, block: Candidate, fused: bool) -> BlockSha
 
 
 def needs_output(layer: nn.Module, neighbours: Neighbours) -> bool:
-    """Whether what follows the block reads its output again in backward: a norm, or a dropout that drops."""
+    """Whether the backward of the next module (a norm, an active dropout) reads the block's output."""
     if neighbours.closing:
         return True
     if neighbours.after:

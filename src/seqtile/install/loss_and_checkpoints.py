@@ -53,7 +53,7 @@ class Rest:
             raise
 
     def install(self, model: nn.Module) -> tuple[str, str]:
-        """Change the model; what was done to the loss and to the checkpoints, in words."""
+        """Change the model; return a description of the new loss and one of the new checkpoints."""
         options, loss = self.options, ""
         if options.loss is not None:
             loss = install_loss(model, options.loss_rule, options.loss_impl)
@@ -64,7 +64,7 @@ class Rest:
 
 
 def recomputed(states: Mapping[str, Sequence[str]]) -> str:
-    """What "attention-saved" computes again beside MLPs, norms and projections, by kind of state; "" without any."""
+    """What "attention-saved" recomputes besides MLPs, norms and projections, by kind of state, or ""."""
     return "".join(
         f"; {len(layers)} layers with a state ({state}) keep their input alone, and their scan runs again"
         for state, layers in states.items()
@@ -78,5 +78,5 @@ def remove_rest(model: nn.Module) -> None:
 
 
 def rest_notes(model: nn.Module) -> list[str]:
-    """What the user should know of them, from what the model is now."""
+    """Notes for the user on loss and checkpoints, from the model as it is now."""
     return [note for standing in (*standing_losses(model), *standing_checkpointing(model)) for note in standing.notes()]

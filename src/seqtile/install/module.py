@@ -118,7 +118,7 @@ def _dims_along(dim: int, hidden: int) -> tuple[int | str, ...]:
 
 
 def _proof(module: nn.Module, dims: tuple[int | str, ...], call: tuple[Any, ...] = ()) -> Proof:
-    """What is known of the module before it is called, for an input of these dimensions."""
+    """Prove the module before its first call, for an input of these dimensions."""
     if "s" not in dims:
         return Proof("it was not called yet", False, None, "")
     device = next((p.device for p in module.parameters() if not p.is_meta), torch.device("cpu"))
@@ -128,7 +128,7 @@ def _proof(module: nn.Module, dims: tuple[int | str, ...], call: tuple[Any, ...]
 
 
 def _widths(module: nn.Module) -> tuple[int, int]:
-    """(width of the input, widest tensor per token), as the weights show them; 1 where there are none."""
+    """(width of the input, widest tensor per token), read from the weights; (1, 1) without weights."""
     linears = [widths for submodule in module.modules() if (widths := linear_widths(submodule)) is not None]
     shapes = linears or [(p.shape[1], p.shape[0]) if p.dim() > 1 else (p.numel(),) * 2 for p in module.parameters()]
     return (shapes[0][0], max(max(shape) for shape in shapes)) if shapes else (1, 1)

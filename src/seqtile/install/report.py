@@ -88,7 +88,7 @@ class Report(PrintsAsSentence):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the user should know, from what the model is now: costs of its activation checkpointing,
+        """Notes for the user, from the model as it is now: costs of its activation checkpointing,
         and layers with a state that a trial at their first call left whole."""
         model = self._model()
         notes = []

@@ -1,4 +1,4 @@
-"""What the tiled blocks did at the lengths that ran, in the same words wherever it is told."""
+"""How many tiles the blocks ran in at the lengths that ran, as one phrase for logs and reports."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Runs:
 
 
 def forget_runs(model: nn.Module) -> None:
-    """Count from here on."""
+    """Reset the counts."""
     for forward in installed_forwards(model):
         forward.most_tiles = forward.most_tokens = 0
 
