@@ -12,7 +12,11 @@ from transformers import (
     AutoModelForImageTextToText,
     AutoModelForMaskedLM,
     AutoModelForSeq2SeqLM,
+    __version__,
 )
+
+FALCON_READS_POSITIONS = tuple(map(int, __version__.split(".")[:2])) >= (5, 24)
+"""Whether Falcon's mask keeps packed documents apart."""
 
 HIDDEN, INTERMEDIATE, VOCABULARY = 32, 88, 64
 

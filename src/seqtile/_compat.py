@@ -494,6 +494,9 @@ LOSS_FUNCTION = "_loss_function"
 """Where a model keeps a loss that was set; it has another if nothing is there."""
 
 
+CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params", "past_key_value", "layer_past")
+"""What a layer, an attention or a mixer calls the argument that takes a cache: ``cache`` from transformers 5.24 on."""
+
 RG_LRU_SCAN = "_rnn_scan"
 """RecurrentGemma's loop over tokens, a method of its RG-LRU."""
 

@@ -144,6 +144,19 @@ def test_evaluation_and_generation_are_untouched() -> None:
                            plain.generate(ids, max_new_tokens=4, use_cache=True))  # fmt: skip
 
 
+def test_generation_of_a_checkpointed_model_in_training_mode_is_untouched() -> None:
+    """From transformers 5.24 on it keeps its cache; before, the untiled model has none either."""
+    results = []
+    for model in (seqtile_model("qwen3_5_text"), model_of("qwen3_5_text")):
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        ids = ids_of(model, length=40)
+        generated = model.train().generate(
+            ids, max_new_tokens=4, do_sample=False, use_cache=True, output_logits=True, return_dict_in_generate=True
+        )
+        results.append(torch.stack(generated.logits))
+    torch.testing.assert_close(*results)
+
+
 def test_a_call_with_a_cache_runs_whole_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     model = seqtile_model("lfm2_moe").train()
     runs = tiles_run(model)

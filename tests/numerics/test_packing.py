@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import seqtile
-from zoo import assert_same_gradients, causal_lm, tokens
+from zoo import FALCON_READS_POSITIONS, assert_same_gradients, causal_lm, tokens
 
 LENGTHS = (6, 9, 5)  # no boundary is a tile's
 TILE = 4
@@ -126,6 +126,8 @@ def test_flash_attention_keeps_documents_apart() -> None:
 )
 def test_what_mixes_documents_untiled_still_does(architecture: str, attention: str, what: dict[str, Any]) -> None:
     """Transformers' own; docs/engines.md names these, and `seqtile train` refuses the models among them."""
+    if architecture == "falcon" and FALCON_READS_POSITIONS:
+        pytest.skip("Falcon keeps documents apart from transformers 5.24 on")
     ids = tokens(1, sum(LENGTHS))
     model = build(architecture, attention, "untiled")
     with torch.no_grad():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -36,7 +37,7 @@ def module_of(family: str, part: str, dtype: torch.dtype = torch.float32) -> tup
     model = model_of(family, dtype)
     name = getattr(carrier_of(model), part)
     module = model.get_submodule(name)
-    wants = type(module).forward.__code__.co_varnames if part == "mixer" else ("position_embeddings",)
+    wants = inspect.signature(type(module).forward).parameters if part == "mixer" else ("position_embeddings",)
     return module, {"position_embeddings": None} if "position_embeddings" in wants else {}
 
 
@@ -97,7 +98,7 @@ def test_a_packed_document_begins_without_a_state(family: str, named: str) -> No
     else:
         starts = torch.tensor((0, *lengths)).cumsum(0).int()
         packed = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": 30, "max_length_k": 30}
-    call = TileCall((inputs(1, 50),), {**words, **packed}, ("past_key_values", 9))
+    call = TileCall((inputs(1, 50),), {**words, **packed}, ("cache", 9))
     assert call.documents == lengths
     cuts = state_tiles(call.tokens, call.batch, 8, call.documents)
     with precision(torch.float64):

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from seqtile._compat import (
+    CACHE_ARGUMENTS,
     MODULES,
     PARAMETERS,
     children_of,
@@ -286,7 +287,7 @@ def _compare_groups(module: nn.Module, shape: HeadShape, rotary: int) -> str:
     }
     turn = torch.randn(1, tokens, rotary)
     offered = {
-        "position_embeddings": (turn.cos(), turn.sin()), "attention_mask": None, "past_key_values": None,
+        "position_embeddings": (turn.cos(), turn.sin()), "attention_mask": None, **dict.fromkeys(CACHE_ARGUMENTS),
         "position_ids": torch.arange(tokens)[None], "cache_position": torch.arange(tokens),
     }  # fmt: skip
     taken = inspect.signature(type(module).forward).parameters

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from seqtile._compat import attention_kind
+from seqtile._compat import CACHE_ARGUMENTS, attention_kind
 from seqtile._errors import UserError
 from seqtile._log import first_rank_logger
 from seqtile.blocks.instance import Installed
@@ -102,7 +102,7 @@ class HeadWise(Installed):
             return ()
         module = self.module
         attention = attention_kind(module) or ""
-        cached, differentiated = named.get("past_key_values") is not None, False
+        cached, differentiated = any(named.get(name) is not None for name in CACHE_ARGUMENTS), False
         for value in values:
             cached |= hasattr(value, "get_seq_length")
             differentiated |= isinstance(value, Tensor) and value.requires_grad

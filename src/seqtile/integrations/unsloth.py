@@ -13,6 +13,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
+from seqtile._compat import CACHE_ARGUMENTS
 from seqtile._errors import UserError
 from seqtile.devices import available_host_bytes
 from seqtile.install.apply import apply, free_bytes, replacing
@@ -25,7 +26,7 @@ _OPTIONS = (
     '"arctic", "target", "target:1", "target:1GB", "auto" or "shards:4"; "target:1:mlp,*.ffn" and "arctic::mlp" name '
     "modules too"
 )
-_OF_ATTENTION = {"attention_mask", "position_embeddings", "past_key_value", "past_key_values", "encoder_hidden_states"}
+_OF_ATTENTION = {"attention_mask", "position_embeddings", "encoder_hidden_states", *CACHE_ARGUMENTS}
 
 
 def patch_tiled_mlp(

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-CACHES = ("past_key_values", "cache_params", "past_key_value")
-"""What layers with a state call the argument that takes a cache."""
+from seqtile._compat import CACHE_ARGUMENTS
 
 Key = tuple[str, int]
 """``"convolution"`` or ``"recurrent"``, and which of them."""
@@ -25,7 +24,7 @@ Key = tuple[str, int]
 def cache_argument(module: nn.Module) -> tuple[str, int] | None:
     """Name and position of the argument that takes a cache, None where the forward has none."""
     names = [*inspect.signature(type(module).forward).parameters][1:]
-    return next(((name, names.index(name)) for name in CACHES if name in names), None)
+    return next(((name, names.index(name)) for name in CACHE_ARGUMENTS if name in names), None)
 
 
 class CarriedState:

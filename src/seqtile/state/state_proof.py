@@ -19,13 +19,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from seqtile._compat import FakeTensor, tree_leaves
+from seqtile._compat import CACHE_ARGUMENTS, FakeTensor, tree_leaves
 from seqtile.blocks.instance import inside
 from seqtile.engines.flat import ParameterSwap, call_with_weights, named_weights
 from seqtile.ops.grad_accumulator import LOW
 from seqtile.ops.rng import Autocast
 from seqtile.ops.tile_checkpoint import State
-from seqtile.state.state_cache import CACHES, CarriedState, cache_argument
+from seqtile.state.state_cache import CarriedState, cache_argument
 from seqtile.state.tile_call import TileCall, forward_of, in_tiles
 from seqtile.tiling import StateTiles
 
@@ -171,7 +171,7 @@ class _Trial:
             name for name, parameter in [*parameters.items()][2:]
             if parameter.default is parameter.empty and parameter.kind != parameter.VAR_KEYWORD
         ]  # fmt: skip
-        self.others = dict.fromkeys(name for name in required if name not in CACHES)
+        self.others = dict.fromkeys(name for name in required if name not in CACHE_ARGUMENTS)
 
     def _words(self, padded: bool) -> dict[str, Any]:
         return {**self.others, "attention_mask": self.mask} if padded else dict(self.others)

@@ -69,7 +69,8 @@ class StateForward(Installed):
             return self.original(*args, **kwargs)
         if not torch.is_grad_enabled() and not module.training:
             return self.original(*args, **kwargs)
-        checkpointed = module.training and getattr(module, "gradient_checkpointing", False)
+        # Without gradients a layer keeps its cache: generate() on a model in training mode.
+        checkpointed = module.training and torch.is_grad_enabled() and getattr(module, "gradient_checkpointing", False)
         if given(args, kwargs, cache) is not None and not checkpointed:
             return self._whole("it was called with a cache; pass use_cache=False", args, kwargs)
         if hooked := self._hooked():

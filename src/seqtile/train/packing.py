@@ -2,9 +2,9 @@
 
 Packing (TRL's "bfd") puts documents side by side in one row, and ``position_ids`` start again at each. Whether the
 attention keeps them apart is decided in Transformers' code of each architecture: most masks are made from
-``position_ids``; OPT, Falcon and gpt-oss (transformers 5.0 to 5.23) leave them out and let documents mix in silence.
-Layers with a state know nothing of ``position_ids``. Transformers' kernels for some of them take the boundaries that
-TRL's collator hands over (``cu_seq_lens_q``, ``seq_idx``), its PyTorch paths do not
+``position_ids``; OPT and gpt-oss (transformers 5.0 to 5.24) and Falcon (to 5.23) leave them out and let documents mix
+in silence. Layers with a state know nothing of ``position_ids``. Transformers' kernels for some of them take the
+boundaries that TRL's collator hands over (``cu_seq_lens_q``, ``seq_idx``), its PyTorch paths do not
 (https://github.com/huggingface/transformers/issues/46093).
 """
 
