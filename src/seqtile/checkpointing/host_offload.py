@@ -275,7 +275,7 @@ class HostMemory:
     """Host memory for the tensors of one model.
 
     Args:
-        budget: most bytes of these tensors, of which any others stay on their device; 0 for the host's free memory.
+        budget: most bytes of these tensors (others stay on their device); 0 for the host's free memory.
         in_flight: layers whose tensors may be on the device for a copy.
     """
 

@@ -53,7 +53,7 @@ class Candidate:
         layer: qualified name of the layer around it, "" if there is none.
         neighbours: what runs before and after it in that layer, and in the same tile.
         why: what proves that it is position-wise.
-        proof: the proof; None for one that its caller vouches for.
+        proof: the proof; None for a block that the caller vouches for.
         trusted: whether its caller vouches for its code.
     """
 
@@ -90,8 +90,8 @@ class Left:
         name: qualified name.
         class_name: its class.
         why: one sentence.
-        unproven: whether nothing is known of it, so that ``trust=`` may name it, rather than something against it.
-        custom: whether that is so because it is custom code.
+        unproven: whether it could not be proven (``trust=`` may name it), rather than refuted.
+        custom: whether it is unproven because it is custom code.
     """
 
     name: str
@@ -109,7 +109,7 @@ def find_blocks(
     Args:
         model: any module tree; nothing in it is changed.
         everything: also blocks of vision and audio towers, which are left alone otherwise.
-        trusted: whether a block's caller vouches for it, where nothing is known of it.
+        trusted: whether the caller vouches for a block that cannot be proven.
 
     Returns:
         The blocks, outermost first, none inside another; and the modules left alone with the reason.
@@ -177,7 +177,7 @@ class LayerTraces:
 
 
 def chain_of(layer: nn.Module | None, block: Candidate, neighbours: Neighbours) -> Chain:
-    """What runs in one tile of ``block`` with these neighbours."""
+    """The chain that runs in one tile of ``block`` with these neighbours."""
     if block.kind in ("mlp", "experts"):
         members: list[tuple[str, Any]] = [(block.name, block.module)]
     else:
@@ -193,7 +193,7 @@ def chain_of(layer: nn.Module | None, block: Candidate, neighbours: Neighbours) 
 
 
 def expected_mode(chain: Chain, hidden: int, dims: tuple[int | str, ...] | None = None) -> Mode:
-    """The mode in which a chain will run in training, as far as its modules tell; with autocast where it is on now."""
+    """The mode in which a chain will run in training, from its modules and the present autocast state."""
     weights = [
         p for module in chain.modules for p in module.parameters() if p.is_floating_point() and p.element_size() > 1
     ]
@@ -236,7 +236,7 @@ def _judged(model: nn.Module, block: Candidate, trusted: Trusted) -> Candidate |
 
 
 def is_per_row(model: nn.Module, norm: nn.Module, hidden: int) -> bool:
-    """Whether a norm treats every token by itself, in the same way whether it is given ``[B, T, D]`` or rows."""
+    """Whether a norm treats every token by itself, and ``[B, T, D]`` as it treats rows."""
     chain = Chain((("norm", norm),), "inline")
     with for_training(model):
         whole = prove(chain, expected_mode(chain, hidden))
@@ -283,7 +283,7 @@ def _called_in_a_row(name: str, module: nn.Module, traces: LayerTraces) -> Candi
 
 
 def _vouched(name: str, module: nn.Module) -> Candidate | None:
-    """A block of more linear layers than an MLP has, such as one with adapters by hand, whose caller vouches for it."""
+    """A block that the caller vouches for, with more linear layers than an MLP, such as hand-written adapters."""
     widths = widths_of_children(module)
     two = looks_inline(widths)
     if two is None or any(looks_like_attention(inner, submodule) for inner, submodule in module.named_modules()):
@@ -293,7 +293,7 @@ def _vouched(name: str, module: nn.Module) -> Candidate | None:
 
 
 def _unread(name: str, module: nn.Module) -> str:
-    """Why a layer with linear layers like an MLP's is none; "" where nothing resembles one."""
+    """Why a layer whose linear layers resemble an MLP has none; "" without a resemblance."""
     if not children_of(module):
         matrices = _matrices(module)
         paired = [shape for shape in matrices if matrices.count(shape) > 1 or shape[::-1] in matrices]

@@ -31,7 +31,7 @@ class Arguments(Protocol):
 
 
 def itself(module: nn.Module) -> Any:
-    """The module: what runs a chain on the model itself and not on a copy."""
+    """The identity, for a chain that runs on the model itself and not on views."""
     return module
 
 
@@ -49,7 +49,7 @@ class Chain:
         closing: the norm of the sum of input and output, or None.
         training: whether functional dropouts drop.
         arguments: where the tensors go among the arguments of a lone block, if it was called with more than one.
-        call: what tells that call from another.
+        call: identifies that call.
     """
 
     members: tuple[tuple[str, Any], ...]
@@ -69,7 +69,7 @@ class Chain:
 
     @property
     def functions(self) -> list[Any]:
-        """What is neither a module nor a number."""
+        """The members that are neither a module nor a number."""
         return [member for _, member in self.members if not isinstance(member, (nn.Module, int, float))]
 
     @property
@@ -80,18 +80,18 @@ class Chain:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What tells chains of the same modules apart."""
+        """Distinguishes chains of the same modules."""
         has_norms = [norm is not None for norm in (self.before, self.after, self.closing)]
         probabilities = [member for _, member in self.members if isinstance(member, (int, float))]
         return (self.kind, len(self.members), *has_norms, *probabilities, self.dropout, self.training, *self.call)
 
     def run(self, tensors: Sequence[Tensor], view: ViewOf = itself, call: Callable[..., Any] | None = None) -> Any:
-        """``tensors`` through the chain.
+        """Run the chain on ``tensors``.
 
         Args:
             tensors: ``[..., D]`` each.
-            view: what is called in each module's place.
-            call: what is called in place of a lone block's forward.
+            view: gives the callable for each module.
+            call: replaces a lone block's forward.
         """
         x = tensors[0]
         if self.arguments is not None:
@@ -114,7 +114,7 @@ class Chain:
         return h if self.closing is None else view(self.closing)(x + h)
 
     def parts(self, view: ViewOf = itself) -> Mapping[str, Any]:
-        """What a formula may name: the block's children and attributes, or the members of an inline block."""
+        """Names for formulas: the block's children and attributes, or the members of an inline block."""
         if self.kind == "inline":
             return {name: view(value) if isinstance(value, nn.Module) else value for name, value in self.members}
         block = view(self.members[0][1])
@@ -138,7 +138,7 @@ class Chain:
 
 
 def required_arguments(module: nn.Module) -> list[str]:
-    """The arguments that a forward cannot do without; Bloom's and MPT's MLPs take the residual too."""
+    """The required arguments of a forward; Bloom's and MPT's MLPs take the residual too."""
     try:
         parameters = inspect.signature(module.forward).parameters.values()
     except (TypeError, ValueError):
@@ -152,5 +152,5 @@ def required_arguments(module: nn.Module) -> list[str]:
 
 
 def inputs_of(module: nn.Module) -> int:
-    """How many of them are traced: hidden states, and one more."""
+    """How many of these arguments a trace passes: hidden states, and one more."""
     return max(1, min(2, len(required_arguments(module))))

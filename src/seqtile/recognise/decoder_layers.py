@@ -1,8 +1,8 @@
 """A model's decoder layers, and what in each of them lets a token read the tokens before it: attention or a state.
 
 Layers are found by structure, not by name: they are the entries of an outermost list of modules, at least one of which
-holds attention or a layer with a state. Which kind of state it is, is told by the names of transformers' classes; a
-layer that only looks like one (a convolution over the sequence, a decay parameter) counts as a state of unknown kind.
+holds attention or a layer with a state. The class names of transformers give the kind of state; a layer that only
+looks like one (a convolution over the sequence, a decay parameter) counts as a state of unknown kind.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def looks_like_attention(name: str, module: nn.Module) -> bool:
 
 
 def kind_of(name: str, module: nn.Module) -> str:
-    """What kind of mixer a module is itself, "" if it is none."""
+    """The kind of mixer that a module is, "" if it is none."""
     if state := named_state(module):
         return state
     convolutions = [child for child in module.children() if isinstance(child, nn.Conv1d)]
@@ -135,7 +135,7 @@ def kind_of(name: str, module: nn.Module) -> str:
 
 
 def named_state(module: nn.Module) -> str:
-    """The kind of state, a key of :data:`STATES`, that the name of a module's class tells; "" if it tells none."""
+    """The kind of state (a key of :data:`STATES`) by the name of the module's class, or ""."""
     return _named_state(_plain_class(module))
 
 
@@ -179,6 +179,6 @@ def _is_linear_layer(module: nn.Module) -> bool:
 
 
 def _plain_class(module: nn.Module) -> str:
-    """The name of a module's class before an engine made a class of its own of it (FSDP2 puts its name in front)."""
+    """The name of a module's class without the prefix of the subclass that FSDP2 makes."""
     name = type(module).__name__
     return name.removeprefix("FSDP")

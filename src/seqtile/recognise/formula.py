@@ -39,7 +39,7 @@ class Formula:
         gated: whether there is a gate.
         up_first: order of the halves of gate_up.
         dropout: name of the dropout on the output that drops now, or "".
-        norms: what the norms before and after it compute, None where there is none or its trace is no known one.
+        norms: formulas of the norms before and after it, None without a norm or for an unknown one.
     """
 
     first: tuple[str, ...]
@@ -129,7 +129,7 @@ def _computes(chain: Chain, formula: Formula, graph: Graph, tracer: Tracer, trai
 
 
 def _with_norms(chain: Chain, formula: Formula, graph: Graph, tracer: Tracer, trained: set[str]) -> Formula:
-    """The formula with what its norms compute, as far as the trace still equals the chain's."""
+    """The formula with its norms' formulas, those with which its trace still equals the chain's."""
     for is_after, norm in enumerate((chain.before, chain.after)):
         for norm_formula in _norms(norm) if norm is not None else ():
             formula_before, formula_after = formula.norms
@@ -146,7 +146,7 @@ def _with_norms(chain: Chain, formula: Formula, graph: Graph, tracer: Tracer, tr
 
 
 def norm_of(chain: Chain, graph: Graph, tracer: Tracer) -> NormFormula | None:
-    """What a traced chain computes that is a norm and nothing else."""
+    """The norm formula of a traced chain that is a single norm."""
     if chain.kind != "block" or len(chain.modules) != 1 or len(tracer.inputs) > 1:
         return None
     module = chain.modules[0]

@@ -39,16 +39,16 @@ def _home(code: Any) -> str:
 
 
 def is_known_module(module: nn.Module) -> bool:
-    """Whether a library wrote a module's class and what was put on the instance; its children are not looked at."""
+    """Whether a library wrote a module's class and its instance attributes; children are not checked."""
     return all(map(is_known, _code_in(module, False)))
 
 
 def custom_code(modules: Iterable[nn.Module], functions: Iterable[Any] = (), called: nn.Module | None = None) -> str:
-    """What among these no known library wrote: ``"class project.model.MLP"``, or "" where there is nothing.
+    """The first class or function that no known library wrote, as ``"class project.model.MLP"``, or "".
 
     Args:
-        modules: looked through with all their children.
-        functions: what runs besides.
+        modules: checked with all their children.
+        functions: other code that runs.
         called: the module whose ``forward`` alone is called, so that its own hooks run outside of the tiles.
     """
     submodules = [module for outer in modules for module in outer.modules()]

@@ -24,9 +24,9 @@ _MOVES_TENSORS = frozenset({"ModelHook", "AlignDevicesHook", "CpuOffload"})
 
 
 def own_forward(module: nn.Module) -> Callable[..., Any] | None:
-    """The forward that an instance has in place of its class's, or None.
+    """The forward set on an instance in place of its class's, or None.
 
-    Looked for below seqtile's stand-ins, and below accelerate's hooks where these only move tensors.
+    Seqtile's stand-ins are skipped, and accelerate's hooks where these only move tensors.
     """
     forward: Any = _below_stand_ins(module.__dict__.get("forward"))
     if forward is not None and HOOKED_FORWARD in module.__dict__:
@@ -84,7 +84,7 @@ Twin = TypeVar("Twin", bound=nn.Module)
 
 
 def _with_state(twin_class: type[Twin], module: nn.Module) -> Twin:
-    """A module of this class with the state of another, whose own methods it has not."""
+    """A module of this class with the state of another, without that instance's own methods."""
     twin = object.__new__(twin_class)
     twin.__dict__.update(module.__dict__)
     for name in ("forward", HOOKED_FORWARD):
@@ -143,7 +143,7 @@ class _OffsetRMSNorm(nn.Module):
     casting_mode: str
 
     def forward(self, x: Tensor) -> Tensor:
-        """Written as the models write theirs, so that the trace is one of :data:`seqtile.ops.norm.KNOWN_NORMS`."""
+        """Spelled as the models spell theirs, so that the trace is one of :data:`seqtile.ops.norm.KNOWN_NORMS`."""
         if self.casting_mode == "none":
             h = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
             return h if self.weight is None else h * (self.offset + self.weight)

@@ -1,7 +1,7 @@
 """What runs right before and right after a block in its decoder layer, from a trace of the layer's own forward.
 
-The layer's children are replaced by stand-ins that note what they are given and return a new tensor, so only the code
-between them runs: who reads what is then a matter of looking.
+Stand-ins replace the layer's children, record their inputs and return new tensors. So only the code between the
+children runs, and the records show which call reads which tensor.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Neighbours:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All of them, in the order in which they are called."""
+        """Names of all of them, in call order."""
         calls = (self.before, *self.members, self.after, self.dropout, self.closing)
         return tuple(name for name in calls if name)
 
@@ -82,7 +82,7 @@ class LayerSteps:
         self.steps = steps
 
     def is_undisturbed(self, first: LayerCall, last: LayerCall) -> bool:
-        """Whether nothing is changed in place between two calls."""
+        """Whether no tensor is modified in place between two calls."""
         between = self.steps[self.steps.index(first) + 1 : self.steps.index(last)]
         return all(step.kind != "in-place" for step in between)
 
@@ -92,7 +92,7 @@ class LayerSteps:
         return uses[0] if len(uses) == 1 and uses[0].kind == "child" and uses[0].plain else None
 
     def maker(self, step: LayerCall) -> LayerCall | None:
-        """What made the hidden states that ``step`` reads, if nothing else reads them."""
+        """The call that made the hidden states of ``step``, if no other call reads them."""
         makers = [candidate for candidate in self.steps if candidate.makes == step.hidden_states >= 0]
         return makers[0] if len(makers) == 1 and self.reader(makers[0]) is step else None
 
@@ -127,7 +127,7 @@ class _Result(Tensor):
 
 
 class _LaterResults(tuple[Any, ...]):
-    """What is behind the first of several results: a tuple, or something that a tensor can be added to."""
+    """The results after the first: usable as a tuple, or as an operand of a sum with a tensor."""
 
     def __iadd__(self, other: Any) -> Any:  # type: ignore[misc]
         return other if isinstance(other, Tensor) else tuple(self) + other
@@ -138,7 +138,7 @@ def _result(like: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 class _LayerRun(TorchFunctionMode):
-    """One run of a layer's forward: notes what reads what."""
+    """One run of a layer's forward, which records which call reads which tensor."""
 
     def __init__(self, layer: nn.Module, plain: Mapping[str, int], results: Mapping[str, int]) -> None:
         super().__init__()
@@ -248,7 +248,7 @@ def device_types() -> list[str]:
 
 
 class _ChildStandIn:
-    """Stands for a child: its call is noted, and when anything else of it is read."""
+    """Stands for a child; records its call, and every read of its attributes."""
 
     def __init__(self, name: str, child: nn.Module, run: _LayerRun) -> None:
         self.__dict__.update(_name=name, _child=child, _run_layer=run, _call=run.stand_in(name))
@@ -369,7 +369,7 @@ def plain_children(layer: nn.Module, blocks: Mapping[str, int]) -> dict[str, int
 
 
 def around(layer: nn.Module, steps: LayerSteps, name: str) -> Neighbours:
-    """What runs beside the child ``name``."""
+    """The neighbours of the child ``name``."""
     call = steps.call_of(name)
     block = getattr(layer, name)
     if call is None or len(call.reads) != 1 or not call.alone or type(block).__call__ is not nn.Module.__call__:

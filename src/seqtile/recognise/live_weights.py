@@ -1,7 +1,7 @@
 """The live weights of linear layers, adapters and norms, read by structure at each call.
 
-An adapter may be added, merged or disabled in between. That a block computes with them what the operator computes is
-proven by its trace (:mod:`seqtile.recognise.formula`); what cannot be seen there is declined here.
+An adapter may be added, merged or disabled between calls. The trace proves that a block computes with its weights what
+the operator computes (:mod:`seqtile.recognise.formula`); weights that a trace cannot check are refused here.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def row_wise(norm: nn.Module, formula: NormFormula | None = None) -> RowWise | s
 
     Args:
         norm: the module.
-        formula: what a proof says that it computes, if that is known.
+        formula: its proven formula, if known.
     """
     if has_hooks(norm) or ("forward" in norm.__dict__ and own_forward(norm) is not None and not has_twin(norm)):
         return f"{type(norm).__name__} has hooks"
@@ -73,7 +73,7 @@ def row_wise(norm: nn.Module, formula: NormFormula | None = None) -> RowWise | s
 
 
 def _unusable(weight: Tensor) -> str:
-    """Why a weight is no plain live tensor, or ""."""
+    """Why a weight is not a plain live tensor, or ""."""
     if type(weight) not in PLAIN:
         return f"its weight is a {type(weight).__name__}"
     if not weight.is_floating_point() or weight.element_size() < 2:

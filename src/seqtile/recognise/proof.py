@@ -1,4 +1,4 @@
-"""Proofs that what runs in a tile treats every token by itself, what it computes, and for how long they hold.
+"""Proofs that a chain treats every token by itself, with the formula it computes, and how long they hold.
 
 A proof is made once for all modules of the same classes and settings, in one mode: training or evaluation, dtypes,
 autocast, with or without gradients. It holds for an instance while the objects in its snapshot
@@ -36,7 +36,7 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
 
 @dataclass(frozen=True)
 class Mode:
-    """In what way a call runs.
+    """The mode of a call.
 
     Attributes:
         inputs: dimensions and dtype of each tensor that is split; a word stands for token axes.
@@ -53,16 +53,16 @@ class Mode:
 
 @dataclass(frozen=True)
 class Proof:
-    """What is known of a chain in one mode.
+    """The result of proving a chain in one mode.
 
     Attributes:
         why_not: why it is not proven to treat every token by itself; "" if it is.
-        refuted: whether it is known not to, rather than not known.
+        refuted: whether it is known to mix tokens, rather than not proven.
         graph: what it computes; None where no trace tells.
         formula: what the fused operator needs to know, or why it cannot run it.
         how: what proves it.
         norm: which norm it is, where it is one and nothing else.
-        custom: whether nothing is known because custom code is not traced.
+        custom: whether it is unproven because custom code is not traced.
     """
 
     why_not: str
@@ -75,7 +75,7 @@ class Proof:
 
     @staticmethod
     def of_custom(code: str) -> Proof:
-        """That nothing is known of a block, since nobody knows this class or function."""
+        """The result for a block with this custom class or function, which is not traced."""
         return Proof(f"{code} is custom code", False, None, "", custom=True)
 
     def why_untiled(self, name: str) -> str:
@@ -94,7 +94,7 @@ BY_LIBRARY = "a library's experts, each token with its own routes"
 
 @contextmanager
 def for_training(model: nn.Module) -> Iterator[None]:
-    """Inside, a model that is in evaluation mode, as ``from_pretrained`` gives it, is in the mode of training."""
+    """Inside, a model in evaluation mode (as from ``from_pretrained``) is in training mode."""
     modules = [] if model.training else [module for module in model.modules() if not module.training]
     for module in modules:
         module.training = True
@@ -153,7 +153,7 @@ def _prove(chain: Chain, mode: Mode) -> Proof:
 
 
 def _routed(chain: Chain) -> Proof:
-    """A library's experts: no trace can follow a grouped product, and none of them reads another token's row."""
+    """A library's experts: grouped products cannot be traced, but none reads another token's row."""
     experts: Any = chain.modules[0]
     while type(experts).__name__ == "ParamWrapper":  # PEFT's
         experts = experts.base_layer

@@ -1,4 +1,4 @@
-"""Sees every operator of a trace and follows it by its rule."""
+"""Records every operator of a trace and applies its rule."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Recorder(TorchDispatchMode):
         self._owners: dict[int, str] = {}
 
     def leaf(self, tensor: Tensor, dims: tuple[Atoms, ...], owner: str) -> None:
-        """Make a weight, a buffer, an input or an upstream gradient known, by its name."""
+        """Register a weight, a buffer, an input or an upstream gradient by name."""
         self._add(tensor, Flow(dims, self.expressions.number("leaf", owner, tensor.dtype)))
         self._owners[id(tensor)] = owner
 

@@ -1,7 +1,7 @@
 """What a proof rests on: the classes, settings, hooks and kinds of tensors of the modules that run.
 
-:class:`Snapshot` says in microseconds whether an instance is still what it was; :func:`description` says of several
-instances whether one proof serves them all.
+:class:`Snapshot` checks in microseconds that an instance has not changed; instances with equal :func:`description`
+share one proof.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Snapshot:
 
 
 def description(modules: Sequence[nn.Module]) -> tuple[Any, ...]:
-    """The same for modules that one proof serves; it holds no module and no tensor of theirs."""
+    """A key that is equal for modules with one proof; it holds no module and no tensor."""
     parts = parts_of(modules)
     indices = {id(module): index for index, module in enumerate(parts)}
     numbers: dict[int, int] = {}

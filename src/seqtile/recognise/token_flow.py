@@ -1,4 +1,4 @@
-"""What is known of the tensors of a trace: where their tokens are, and the expression that they hold.
+"""The state of a trace's tensors: their token dimensions, and the expression that they hold.
 
 A trace runs on sizes that are large primes (:mod:`seqtile.recognise.sizes`), so a shape tells which dimensions
 hold tokens. An *expression* is the computation per token, with the layout of the token dimensions left out. Two blocks
@@ -178,5 +178,5 @@ def features(tensor: Tensor, dims: Sequence[Atoms]) -> tuple[int, ...]:
 
 
 def place_of(dims: Sequence[Atoms], dim: int) -> int:
-    """Where a dimension stands among those without tokens, from the last, -1."""
+    """Index of a dimension among those without tokens, counted from the last, -1."""
     return -sum(not atoms for atoms in dims[dim % max(len(dims), 1) :])

@@ -78,7 +78,7 @@ def _always(call: Call) -> bool:
 
 
 def same(call: Call) -> list[Flow]:
-    """Copies and conversions: only a change of dtype is a computation."""
+    """Copies and conversions, of which only a change of dtype is a computation."""
     tensor, flow = call.first, call.flow(call.first)
     changed = tensor.dtype != call.out[0].dtype
     if flow.summed and not (call.out[0].is_floating_point() or call.out[0].is_complex()):
@@ -346,7 +346,7 @@ def convolved(call: Call) -> list[Flow]:
 
 
 def made(call: Call) -> list[Flow]:
-    """Tensors of one value: their shape says where the tokens are."""
+    """Tensors of one value: their shape shows the token dimensions."""
     value: Any = {"zeros": 0, "zero": 0, "ones": 1}.get(call.name.removeprefix("new_").removesuffix("_like").strip("_"))
     value = call.args.get("fill_value", call.args.get("value", value))
     if isinstance(value, Tensor):
@@ -381,7 +381,7 @@ def dropped(call: Call) -> list[Flow]:
 
 
 def copied(call: Call) -> list[Flow]:
-    """``copy_``: what was there before is gone."""
+    """``copy_``: the old content is overwritten."""
     tensor, source = call.args["self"], call.flow(call.args["src"])
     flow = call.flow_of(tensor, source.expr, source.summed)
     if source.summed and flow.axes:

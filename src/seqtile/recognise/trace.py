@@ -1,4 +1,4 @@
-"""A record of what a function of hidden states does, forward and backward, on tensors without memory.
+"""Trace a function of hidden states, forward and backward, on tensors without memory.
 
 The function runs in a thread of its own: modes, autocast, checkpoint hooks and profilers of the caller stay behind.
 Its operators are followed one by one (:mod:`seqtile.recognise.recorder`).
@@ -27,7 +27,7 @@ from seqtile.recognise.views import Views
 
 @dataclass(frozen=True)
 class Graph:
-    """What a trace found.
+    """The result of a trace.
 
     Attributes:
         outputs: (expression, dimensions, dtype) of each tensor that the function returned, after how they are nested.
@@ -110,7 +110,7 @@ class Tracer:
         return graph
 
     def trace(self, function: Function, like: Graph) -> Graph | None:
-        """What ``function`` computes, or None where its outputs are others than in the graph ``like``."""
+        """The graph of ``function``, or None if its outputs differ from those of the graph ``like``."""
         return self._run(function, Recorder(self._expressions, self.axes), like)
 
     def _run(self, function: Function, recorder: Recorder, like: Graph | None = None) -> Graph | None:
@@ -148,7 +148,7 @@ class Tracer:
         return graph
 
     def _fake(self, tensor: Tensor, device: torch.device | str) -> Tensor:
-        """A tensor without memory in a weight's place, of its whole shape."""
+        """A tensor without memory in place of a weight, with its whole (unsharded) shape."""
         shape = getattr(tensor, "ds_shape", tensor.shape)
         with self._mode:
             fake = torch.empty(tuple(shape), dtype=tensor.dtype, device=device)

@@ -73,7 +73,7 @@ class Views:
         yield from self._weights.values()
 
     def changed(self) -> str:
-        """What a call changed in a module, or ""."""
+        """The attribute that a call changed in a module, or ""."""
         for view, earlier in self._former:
             for name, value in view.__dict__.items():
                 if name not in earlier or _differs(earlier[name], value):
@@ -92,7 +92,7 @@ def _differs(earlier: Any, later: Any) -> bool:
 
 
 def _bind_methods(attributes: dict[str, Any], forward: Any, module: nn.Module, view: nn.Module) -> None:
-    """The instance's own methods that are bound to the module, forward or others, are bound to the view instead."""
+    """Rebind the instance's own methods (forward or others) from the module to the view."""
     attributes.pop("forward", None)
     if forward is not None:
         attributes["forward"] = forward
