@@ -52,8 +52,8 @@ class Seeing:
         if func is _DEVICE:
             return args[0].device  # a question that C++ asks of fake tensors before every operator
         kwargs = kwargs or {}
-        for kind in types:
-            if kind not in _NO_WRAPPERS and is_wrapper_subclass(kind):
+        for tensor_class in types:
+            if tensor_class not in _NO_WRAPPERS and is_wrapper_subclass(tensor_class):
                 return NotImplemented  # the subclass runs next, and what it calls on its inner tensors comes here
         if torch.is_inference_mode_enabled() and isinstance(func, OpOverload) and _is_composite(func):
             # Here composite operators (linear, matmul) arrive whole: count what they are made of.

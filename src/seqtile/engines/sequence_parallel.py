@@ -71,15 +71,15 @@ def refuse_split_states(
     """
     if ranks <= 1:
         return
-    for kind, layers in states.items():
-        support = SUPPORT.get(kind, Support(_ACCELERATE))
+    for state, layers in states.items():
+        support = SUPPORT.get(state, Support(_ACCELERATE))
         if any(_reached((installed or package_version)(name), least) for name, least in support.since.items()):
             continue
         first = f"{layers[0]}{f' and {len(layers) - 1} more' if len(layers) > 1 else ''}"
         needs = " or ".join(f"{name} {least}" for name, least in support.since.items())
         raise UserError(
             f"{setting} {ranks} would train {model} with wrong gradients: {first} carries a state along the sequence "
-            f"({kind}), which starts from nothing on every rank ({support.thread}); use {setting} 1"
+            f"({state}), which starts from nothing on every rank ({support.thread}); use {setting} 1"
             + (f", or install {needs}" if needs else "")
         )
 

@@ -27,7 +27,7 @@ class _WeightMark(NamedTuple):
 
     identity: int
     version: int | None
-    place: tuple[int, int] | None
+    address: tuple[int, int] | None
     computed: bool
 
     @classmethod
@@ -99,7 +99,7 @@ class SameWeights:
                         f"cannot recompute a tile: weight {name!r} was modified in place after the forward (got "
                         f"version {version_of(weight)}, expected {mark.version}); update weights after the backward"
                     )
-            elif (mark.place is None or _address(weight) != mark.place) and not (
+            elif (mark.address is None or _address(weight) != mark.address) and not (
                 mark.computed and _is_computed(weight)
             ):
                 raise RuntimeError(

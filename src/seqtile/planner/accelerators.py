@@ -76,8 +76,8 @@ def find_device(text: str) -> Device:
         return Device(text.strip(), memory, None, "as given")
     close = difflib.get_close_matches(name, DEVICES, n=1, cutoff=0.5)
     hint = f"did you mean {close[0]!r}? " if close else ""
-    known = ", ".join(DEVICES)
-    raise UserError(f"device {text!r} is not listed; {hint}use one of {known}, or its memory, such as 80GiB")
+    names = ", ".join(DEVICES)
+    raise UserError(f"device {text!r} is not listed; {hint}use one of {names}, or its memory, such as 80GiB")
 
 
 def this_device() -> Device:
@@ -86,8 +86,8 @@ def this_device() -> Device:
     Raises:
         UserError: the accelerator does not say how much memory it has.
     """
-    here = accelerator()
-    if here is None:
+    device = accelerator()
+    if device is None:
         free = available_host_bytes()
         source = "free memory of the host" if free else "8 GiB, as this system does not say how much memory is free"
         return Device("cpu", free or 8 * GIB, None, source)
@@ -96,4 +96,4 @@ def this_device() -> Device:
         raise UserError(
             f"{device_name()} does not say how much memory it has; seqtile plan --device takes a size, 80GiB"
         )
-    return Device(here.type, total, None, "the driver", compute_capability())
+    return Device(device.type, total, None, "the driver", compute_capability())

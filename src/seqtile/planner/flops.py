@@ -45,14 +45,14 @@ def count_work(request: Request, counts: Counts, tokens: int) -> Work:
     """
     rows = request.batch * tokens
     inside = counts.active - counts.vocabulary * counts.hidden
-    own = 2 if request.lora is None else 0
+    trained = 2 if request.lora is None else 0
     again = 0 if request.options.checkpoint is None else 2
     # Early stop: the last product of each layer is not computed again, unless an adapter on it saves its input.
     spared = again * counts.largest_product if request.lora is None else 0
     head = counts.vocabulary * counts.hidden
     scored, logits = (0, 0) if request.grpo is None else (request.grpo.passes, 2)
-    products = rows * (inside * (4 + own + again) - spared * counts.layers + head * (4 + own + logits))
+    products = rows * (inside * (4 + trained + again) - spared * counts.layers + head * (4 + trained + logits))
     products += scored * rows * 2 * counts.active
     of_a_head = (2.0 if counts.causal else 4.0) * tokens**2 * counts.head_width
-    one = request.batch * of_a_head * counts.heads * counts.attentions
-    return Work(products, one * (1 + 2.5 + scored + (1 if request.options.checkpoint == "full" else 0)))
+    attention = request.batch * of_a_head * counts.heads * counts.attentions
+    return Work(products, attention * (1 + 2.5 + scored + (1 if request.options.checkpoint == "full" else 0)))

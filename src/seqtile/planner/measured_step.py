@@ -108,34 +108,34 @@ def probe(config: Any, setup: Setup, tokens: int, snapshot: Path | None = None, 
     Raises:
         UserError: not even the smallest length fits.
     """
-    here = this_device()
-    kind = here.name
-    setup = replace(setup, device_type=kind)
+    device = this_device()
+    device_type = device.name
+    setup = replace(setup, device_type=device_type)
     depths = find_depths(config, build_bare(config, setup, "meta"))
     head = loss_tile
     if not isinstance(head, int):
-        head = head_tile(build(config, setup, "meta", depths.samples[0]), setup, tokens, kind)
+        head = head_tile(build(config, setup, "meta", depths.samples[0]), setup, tokens, device_type)
     setup = changed(setup, loss_tile=head)
     notes = []
-    if kind == "cpu":
-        run_at = _within_memory(config, setup, tokens, here.memory)
+    if device_type == "cpu":
+        run_at = _within_memory(config, setup, tokens, device.memory)
         if snapshot is not None:
             notes.append("no memory snapshot: the CPU's allocator keeps none")
     with names_of_kernels() as operators:
-        if kind == "cpu":
-            tiled = _measure("tiled", config, setup, run_at, kind, None)
+        if device_type == "cpu":
+            tiled = _measure("tiled", config, setup, run_at, device_type, None)
         else:
-            run_at, tiled = _halving(config, setup, tokens, kind, snapshot)
+            run_at, tiled = _halving(config, setup, tokens, device_type, snapshot)
     notes += attention_sentences(operators)
     if run_at < tokens:
         notes.append(f"{tokens:,} tokens do not fit here; this is {run_at:,}")
     sides = [tiled]
     untiled = replace(setup, options=setup.options.without_blocks())
     try:
-        sides.append(_measure("untiled", config, untiled, run_at, kind, None))
+        sides.append(_measure("untiled", config, untiled, run_at, device_type, None))
     except torch.OutOfMemoryError:
         notes.append("untiled ran out of memory")
-    return Probe(run_at, tokens, kind, depths.layers, tuple(sides), tuple(notes))
+    return Probe(run_at, tokens, device_type, depths.layers, tuple(sides), tuple(notes))
 
 
 def _within_memory(config: Any, setup: Setup, tokens: int, free: int) -> int:
@@ -227,7 +227,7 @@ def _stage(phase: Phase) -> str:
     return "loss" if phase.part == HEAD else "forward"
 
 
-def plot_timeline(found: Probe, path: Path) -> None:
+def plot_timeline(probed: Probe, path: Path) -> None:
     """Draw live bytes over the operators of the step, tiled and untiled."""
     require_matplotlib()
     from matplotlib.figure import Figure
@@ -235,20 +235,20 @@ def plot_timeline(found: Probe, path: Path) -> None:
     figure = Figure(figsize=(5.6, 3.8), layout="constrained")
     axes = figure.subplots()
     colours = {"untiled": "#222222", "tiled": "#d1495b"}
-    unit, word = (2**30, "GiB") if max(side.peak for side in found.sides) >= 2**30 else (2**20, "MiB")
-    for side in sorted(found.sides, key=lambda side: side.name, reverse=True):
+    unit, word = (2**30, "GiB") if max(side.peak for side in probed.sides) >= 2**30 else (2**20, "MiB")
+    for side in sorted(probed.sides, key=lambda side: side.name, reverse=True):
         first, last = side.timeline[0].op, side.timeline[-1].op
         where = [(sample.op - first) / max(1, last - first) for sample in side.timeline]
         live_sizes = [sample.live / unit for sample in side.timeline]
         label = f"{side.name}, peak {side.peak / unit:,.1f} {word}"
         axes.plot(where, live_sizes, color=colours[side.name], linewidth=1.3, label=label)
-    standing = found.sides[0].standing / unit
+    standing = probed.sides[0].standing / unit
     axes.axhline(standing, color="#999999", linewidth=0.9, linestyle=":", label="weights and optimiser state")
     axes.set_xlim(0, 1)
     axes.set_ylim(bottom=0)
     axes.set_xlabel("share of the step's operators")
     axes.set_ylabel(f"{word} live")
-    axes.set_title(f"One step of {found.tokens:,} tokens on {found.device_type}", fontsize=10)
+    axes.set_title(f"One step of {probed.tokens:,} tokens on {probed.device_type}", fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(fontsize=9, frameon=False, loc="outside lower left")
     figure.savefig(path, dpi=180)

@@ -59,20 +59,20 @@ def scale_positions(config: Any, scaling: dict[str, Any], model: str) -> None:
     if isinstance(factor, bool) or not isinstance(factor, int | float) or not 1 <= factor <= LARGEST_FACTOR:
         raise UserError(f"rope_scaling: got factor {factor!r}, expected a number from 1 to {LARGEST_FACTOR:,}")
     if rope_type not in ROPE_INIT_FUNCTIONS or rope_type == UNSCALED:
-        known = ", ".join(name for name in ROPE_INIT_FUNCTIONS if name != UNSCALED)
-        raise UserError(f"rope_scaling: got rope_type {rope_type!r}, expected one of {known}")
-    own = layers[0].get("rope_type", UNSCALED)
-    if own not in (UNSCALED, rope_type):
+        types = ", ".join(name for name in ROPE_INIT_FUNCTIONS if name != UNSCALED)
+        raise UserError(f"rope_scaling: got rope_type {rope_type!r}, expected one of {types}")
+    old_type = layers[0].get("rope_type", UNSCALED)
+    if old_type not in (UNSCALED, rope_type):
         raise UserError(
-            f"rope_scaling: got rope_type {rope_type!r}, but {model!r} was trained with {own!r}, which scales other "
-            f"frequencies; use rope_type {own}"
+            f"rope_scaling: got rope_type {rope_type!r}, but {model!r} was trained with {old_type!r}, which scales "
+            f"other frequencies; use rope_type {old_type}"
         )
     growth = factor / _factor(layers[0], positions)
     original: float = positions
-    if own == UNSCALED:
+    if old_type == UNSCALED:
         original = scaling.get("original_max_position_embeddings") or positions
     for layer in layers:
-        if own == UNSCALED:
+        if old_type == UNSCALED:
             layer |= {"original_max_position_embeddings": original, **scaling}
             continue
         if "long_factor" in layer:
