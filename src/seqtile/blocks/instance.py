@@ -188,7 +188,7 @@ class Installed(ForwardStandIn):
     """Of any call: how many tiles it was cut into, and how many tokens it had."""
 
     compiled = False
-    """Whether torch.compile has compiled it without what :attr:`left_out_compiled` says."""
+    """Whether torch.compile has compiled it, without the parts in :attr:`left_out_compiled`."""
 
     left_out_compiled = (
         "where torch.compile compiles a tiled block, PyTorch's checkpoint per tile runs in place of the fused operator"
@@ -438,7 +438,7 @@ _NO_SOURCE = (
 
 
 _AXES: dict[int, tuple[str, ...]] = {2: ("bs",), 3: ("b", "s"), 4: ("b", "m", "s")}
-"""The token axes in each leading dimension, by dimensions; more than three are more than a trace tells apart."""
+"""The token axes in each leading dimension, by dimensions; a trace distinguishes three at most."""
 
 
 def mode_of(tensors: Sequence[Tensor], constants: Sequence[Tensor] = ()) -> Mode:

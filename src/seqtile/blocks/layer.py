@@ -38,7 +38,7 @@ from seqtile.recognise.layer_parts import Neighbours, device_types
 from seqtile.recognise.live_weights import has_foreign_hooks, has_hooks
 
 _ALLOWED = frozenset("shape dtype device ndim layout is_cuda dim size is_floating_point".split())
-"""What may be asked of a placeholder."""
+"""Attributes and functions that a placeholder supports."""
 
 _DROPOUT = F.dropout
 _SUMS = ("add", "__add__", "__radd__", "__iadd__")
@@ -281,7 +281,7 @@ class TiledLayer(Installed):
         view = _view_with(layer, stand_ins)
         attributes = dict(view.__dict__)
         try:
-            # The view's forward: checkpointing asks whose forward this is.
+            # Bound to the view: checkpointing reads the forward's __self__.
             result = self._run_layer(view, functools.partial(type(view).forward, view), args, kwargs)
         finally:
             changed = {name: value for name, value in view.__dict__.items() if value is not attributes.get(name, view)}

@@ -200,7 +200,7 @@ class Lane:
         self.stream.wait_stream(self.current())
         self._copy(tensor, extents, outward=False)
         number = next(self._numbers)
-        # Held until it is taken, or until the copy has ended: nobody else may get this memory before.
+        # Held until it is taken, or until the copy has ended: no other tensor may get this memory before.
         self.inward = {key: copy for key, copy in self.inward.items() if not copy[1].query()}
         self.inward[number] = (tensor, self.stream.record_event())
         return *self.inward[number], number

@@ -30,7 +30,7 @@ from seqtile.ops.rng import RandomState
 def largest_of_layers(text_config: Any, name: str) -> Any:
     """A size of a language model's configuration, the largest where its layers differ; None where it has none.
 
-    Transformers' configurations that say something layer by layer refuse to be asked for all:
+    Transformers' heterogeneous configurations raise where such a size is read for all layers:
     https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/integrations/heterogeneity/configuration_utils.py
     """
     if name not in (getattr(text_config, "per_layer_attributes", None) or ()):
@@ -64,7 +64,7 @@ class AttentionSaved:
         self.saved = 0
         self.saved_bytes = 0
         self.operators: set[str] = set()
-        self.told: Callable[[Tensor], object] | None = None
+        self.on_kept: Callable[[Tensor], object] | None = None
         """Called with every tensor that is kept."""
 
     def __call__(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
@@ -79,8 +79,8 @@ class AttentionSaved:
         self.saved += 1
         for tensor in tensors:
             self.saved_bytes += tensor.numel() * tensor.element_size()
-            if self.told is not None:
-                self.told(tensor)
+            if self.on_kept is not None:
+                self.on_kept(tensor)
 
 
 def _policy(kept: Kept, _: Any, op: Any, *args: Any, **__: Any) -> CheckpointPolicy:
@@ -183,7 +183,7 @@ class _Recompute:
         self.contexts = ExitStack()
         if self.kept.kernels is not None:
             self.contexts.enter_context(self.kept.kernels.allowed())
-        # The stream stands where the forward began: if it stood there after the last kernel too, no kernel has drawn.
+        # The stream is at the state where the forward began: if the last kernel left it there, no kernel has drawn.
         drew = not all(state.is_now for state in self.kept.random[-1:])
         self.contexts.enter_context(keeping(self.kept, replaying=True))
         self.contexts.enter_context(self.inner)

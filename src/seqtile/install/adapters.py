@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 ALL_LINEAR = "all-linear"
 _MAMBA_2 = "mamba2"
-"""The model type by which PEFT is asked about every Mamba-2 mixer, whatever model it is in."""
+"""The model type for PEFT's check of every Mamba-2 mixer, in any model."""
 
 
 def lora_config(

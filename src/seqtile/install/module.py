@@ -42,7 +42,7 @@ def tile_module(
 
     Args:
         module: maps tensors to a tensor, or a nest of them, with the same tokens along ``dim``; every token by itself.
-        dim: the token dimension of its inputs and outputs. The first tensor argument tells the number of tokens;
+        dim: the token dimension of its inputs and outputs. The first tensor argument gives the number of tokens;
             split are all that have as many there: those with as many dimensions, and those that share its leading
             dimensions up to ``dim`` (a ``[B, T]`` mask beside ``[B, T, D]`` and ``dim=1``). All else is passed whole.
         tile: as for :func:`seqtile.apply`.

@@ -34,7 +34,7 @@ class Runs:
         if not self.cut:
             what = f"batches of up to {self.tokens:,} tokens fit one tile" if self.tokens else "no tiled block ran"
             return f"left untiled: {what} (tile={self.rule})"
-        # The tokens are those of a whole batch and not of a tile: each number stands beside what it counts.
+        # The tokens are those of a whole batch, not of a tile, so each number comes with its unit.
         batches, tiles = f"batches of up to {self.tokens:,} tokens", f"into up to {self.tiles:,} tiles"
         if self.cut == self.blocks:
             return f"{batches} were cut {tiles}"

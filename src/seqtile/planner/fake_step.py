@@ -242,7 +242,7 @@ def tracked_step(built: Built, setup: Setup, tokens: int, live: Tracker) -> Step
     live.keeps = is_attention if setup.options.checkpoint == "attention-saved" else None
     for checkpointing in standing_checkpointing(model):
         if checkpointing.attention is not None:
-            checkpointing.attention.told = lambda tensor: live.file(tensor, KEPT)
+            checkpointing.attention.on_kept = lambda tensor: live.file(tensor, KEPT)
     if setup.accumulation > 1:  # the last of several batches: every gradient of those before is there throughout
         with live.phase(Phase(GRADIENTS)):
             for weight in weights:

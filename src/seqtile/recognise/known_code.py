@@ -33,7 +33,7 @@ _PYTHON = sys.stdlib_module_names - {"__main__"}
 
 
 def _home(code: Any) -> str:
-    """The module in which a class or function was written, whatever name ``functools.wraps`` gave it."""
+    """The module that defines a class or function, past the names that ``functools.wraps`` copies."""
     scope = getattr(getattr(code, "__func__", code), "__globals__", None)
     return str(scope.get("__name__") if scope is not None else getattr(code, "__module__", None) or "builtins")
 

@@ -103,7 +103,7 @@ class LayerSteps:
 
 
 class _Result(Tensor):
-    """What a stand-in returns: a tensor that may as well be a tuple of tensors, as long as the code wants it to be.
+    """The result of a stand-in: a tensor that also acts as a tuple of tensors where the code unpacks it.
 
     Unpacked, it is two tensors, or as many as an earlier run was short of; indexed with a number, it is itself.
     """
@@ -203,7 +203,7 @@ class _LayerRun(TorchFunctionMode):
         versions = [(tensor, version_of(tensor)) for tensor in _tensors_in((*args, *kwargs.values()))]
         try:
             result = func(*args, **kwargs)
-        except (RuntimeError, TypeError):  # stand-ins know no shapes but their input's; who reads what needs none
+        except (RuntimeError, TypeError):  # stand-ins know only their input's shape; recording reads needs none
             tensors = list(_tensors_in((*args, *kwargs.values())))
             if not tensors:
                 raise

@@ -58,7 +58,7 @@ class Proof:
     Attributes:
         why_not: why it is not proven to treat every token by itself; "" if it is.
         refuted: whether it is known to mix tokens, rather than not proven.
-        graph: what it computes; None where no trace tells.
+        graph: what it computes; None without a trace.
         formula: what the fused operator needs to know, or why it cannot run it.
         how: what proves it.
         norm: which norm it is, where it is one and nothing else.

@@ -85,11 +85,11 @@ class Recorder(TorchDispatchMode):
             if tensors[0].dtype is not torch.bool or func is not READ_NUMBER:
                 raise Untraceable("it reads the value of a weight") from None
             self.operators.add(READ_NUMBER_NAME)
-            # A library asks in order to raise: "is one of them infinite?" (PEFT's VB-LoRA), "are all of them valid?".
+            # Checks that raise read values: "is one of them infinite?" (PEFT's VB-LoRA), "are all of them valid?".
             return self.expressions.keys[self.flow(tensors[0]).expr][0] == ALL_TRUE
         if func is READ_NUMBER:
             return result  # of numbers that the code writes down: others have no value here
-        if tensors or tensors_in([result]):  # else it asks about dtypes
+        if tensors or tensors_in([result]):  # else it reads dtypes
             self._record(func, args, kwargs, tensors_in([result]))
         return result
 

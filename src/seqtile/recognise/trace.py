@@ -135,7 +135,7 @@ class Tracer:
                 stack.enter_context(torch.autocast(self.device.type, dtype=self.autocast))
             stack.enter_context(torch.set_grad_enabled(self.gradients))
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
-            stack.enter_context(torch.autograd.set_detect_anomaly(False))  # which asks for values
+            stack.enter_context(torch.autograd.set_detect_anomaly(False))  # which reads values
             stack.enter_context(self._mode)
             stack.enter_context(recorder)
             result = function(views.__getitem__, [tensor.view_as(tensor) for tensor in inputs])

@@ -36,7 +36,7 @@ def half_widths(module: nn.Module) -> tuple[int, int] | None:
 
 
 def mlp_widths(module: nn.Module) -> tuple[int, int] | None:
-    """(hidden, intermediate) if the module is a gated or plain MLP by its linear children, in whatever order.
+    """(hidden, intermediate) if the module is a gated or plain MLP by its linear children, in any order.
 
     Of two linear layers the first is taken for the first; where it is the second, both widths are to be swapped.
     """
