@@ -81,6 +81,7 @@ class FSDPConfig(BaseModel):
 class AxolotlInputConfig(BaseModel):
     """The keys that the plugin reads, with their defaults."""
 
+    plugins: list[str] | None = None
     tiled_mlp: bool | None = None
     tiled_mlp_num_shards: int | None = None
     tiled_mlp_use_original_mlp: bool | None = True
@@ -134,11 +135,14 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def load_config(raw: dict[str, Any], *plugins: BasePlugin) -> DictDefault:
-    """What axolotl does with a YAML: register the plugins, merge their classes with its own, validate, drop None."""
+    """What axolotl does with a YAML: register the plugins, merge their classes with its own, validate, drop None.
+
+    The plugins are those that ``raw`` lists, unless it says otherwise: axolotl 0.21 loads an installed one unlisted.
+    """
     import importlib
 
     manager = PluginManager.get_instance()
-    cfg = DictDefault(raw)
+    cfg = DictDefault({"plugins": [f"{type(plugin).__module__}.{type(plugin).__name__}" for plugin in plugins], **raw})
     for number, plugin in enumerate(plugins):
         manager.plugins[f"{type(plugin).__module__}.{type(plugin).__name__}{number}"] = plugin
     for plugin in plugins:

@@ -174,15 +174,35 @@ def test_axolotls_own_patch_that_ran_all_the_same_is_refused(ours: Any) -> None:
         load({"tiled_mlp": True}, ours.SeqtilePlugin())
 
 
-def test_a_plugin_that_changes_the_model_afterwards_is_refused(ours: Any) -> None:
-    class Later(standin.BasePlugin):
-        def post_model_load(self, cfg: Any, model: Any) -> None: ...
+@pytest.mark.parametrize("first", [True, False])
+def test_the_model_is_tiled_after_every_plugin_that_changes_it(ours: Any, first: bool) -> None:
+    """axolotl 0.21 puts plugins that it finds by entry point before the listed ones."""
+    tiled_before_change = []
 
-    with pytest.raises(seqtile.UserError, match="put seqtile.integrations.axolotl.SeqtilePlugin last in plugins:"):
-        load({"tiled_mlp": True}, ours.SeqtilePlugin(), Later())
-    standin.PluginManager.get_instance().plugins.clear()
-    _, model = load({"tiled_mlp": True}, Later(), ours.SeqtilePlugin(), standin.BasePlugin())
-    assert seqtile.undo(model) == 2
+    class Changing(standin.BasePlugin):
+        def post_model_load(self, cfg: Any, model: Any) -> None:
+            tiled_before_change.append("forward" in model.model.layers[0].mlp.__dict__)
+
+    plugin = ours.SeqtilePlugin()
+    plugins = [plugin, Changing()] if first else [Changing(), plugin]
+    cfg, model = load({"tiled_mlp": True}, *plugins, standin.BasePlugin())
+    reference = standin.load_model(cfg, build, lambda model: model)
+    assert len(plugin.add_callbacks_pre_trainer(cfg, model)) == 1
+    assert tiled_before_change == [False, False]
+    assert seqtile.undo(model) == seqtile.undo(reference) == 2
+
+
+def test_unlisted_and_without_its_keys_the_plugin_does_nothing(ours: Any) -> None:
+    """axolotl 0.21 loads it in every run, by its entry point."""
+    others = {"gradient_checkpointing": True, "sequence_parallel_degree": 2, "context_parallel_size": 4,
+              "liger_glu_activation": True, "cut_cross_entropy": True, "plugins": None}  # fmt: skip
+    plugin = ours.SeqtilePlugin()
+    cfg, model = load(others, plugin)
+    assert cfg.gradient_checkpointing_kwargs is None
+    assert plugin.add_callbacks_pre_trainer(cfg, model) == [] and seqtile.undo(model) == 0
+    for key in ({"tiled_mlp": True}, {"seqtile": {}}):
+        standin.PluginManager.get_instance().plugins.clear()
+        assert seqtile.undo(load({"plugins": None, **key}, ours.SeqtilePlugin())[1]) == 2
 
 
 def test_checkpoints_are_not_reentrant_unless_asked_for(ours: Any) -> None:

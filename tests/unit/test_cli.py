@@ -258,8 +258,8 @@ PLUGIN = "plugins: [seqtile.integrations.axolotl.SeqtilePlugin]\n"
 
 
 @pytest.mark.parametrize(("text", "code", "said"), [
-    ("seqtile: {tile: 512}\n", 1, "seqtile: is ignored by axolotl without a word: add seqtile.integrations.axolotl"),
-    ("tiled_mlp: true\nplugins: [other.Plugin]\n", 1, "runs axolotl's own tiles, not seqtile's"),
+    ("seqtile: {tile: 512}\n", 1, "seqtile: is ignored by axolotl before 0.21 without a word: add seqtile."),
+    ("tiled_mlp: true\nplugins: [other.Plugin]\n", 1, "runs the own tiles of axolotl before 0.21"),
     ("base_model: x\n", 1, "nothing of seqtile runs"),
     (PLUGIN + "seqtile: {tyle: 512}\n", 1, "'tyle' is no key; did you mean tile?"),
     (PLUGIN + "seqtile: true\n", 1, "got bool, expected keys"),
@@ -274,7 +274,7 @@ PLUGIN = "plugins: [seqtile.integrations.axolotl.SeqtilePlugin]\n"
     (PLUGIN + "seqtile: {loss_tile: 512}\n", 1, "loss_tile"),
     (PLUGIN + "seqtile: {heads: '2'}\n", 1, "seqtile.heads: got '2'"),
     (PLUGIN + "sequence_parallel_degree: 2\ncontext_parallel_size: 4\n", 1, "two names of one number"),
-    (PLUGIN + "tiled_mlp: true\n", 0, "the plugin is listed"), ("[1]\n", 2, "got list"),
+    (PLUGIN + "tiled_mlp: true\n", 0, "axolotl loads the plugin"), ("[1]\n", 2, "got list"),
     ("a: [\n", 2, "cannot be read"),
 ])  # fmt: skip
 def test_doctor_reads_an_axolotl_yaml(text: str, code: int, said: str, tmp_path: Path, capsys) -> None:
@@ -283,6 +283,15 @@ def test_doctor_reads_an_axolotl_yaml(text: str, code: int, said: str, tmp_path:
     assert main(["doctor", "--axolotl", str(file)]) == code
     shown = capsys.readouterr()
     assert said in " ".join((shown.out + shown.err).split())
+
+
+def test_doctor_knows_that_axolotl_finds_the_plugin_by_itself(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr("seqtile.integrations.axolotl_checks.package_version", lambda name: "0.21.0")
+    file = tmp_path / "train.yml"
+    for text, code, said in (("seqtile: {tile: 8}\n", 0, "loads the plugin"), ("a: b\n", 1, "nothing of seqtile runs")):
+        file.write_text(text, encoding="utf-8")
+        assert main(["doctor", "--axolotl", str(file)]) == code
+        assert said in capsys.readouterr().out
 
 
 def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:

@@ -28,7 +28,6 @@ EXTRAS = {
     "deepspeed": ("deepspeed",),
     "liger": ("liger_kernel",),
 }
-AXOLOTL_PLUGIN = "seqtile.integrations.axolotl.SeqtilePlugin"
 
 
 def command(
@@ -122,7 +121,12 @@ def _show_axolotl(file: Path) -> None:
     import yaml
 
     from seqtile._errors import UserError
-    from seqtile.integrations.axolotl_checks import check_settings
+    from seqtile.integrations.axolotl_checks import (
+        AXOLOTL_PLUGIN,
+        asks_for_seqtile,
+        check_settings,
+        loads_installed_plugins,
+    )
     from seqtile.options import unknown_keys
 
     try:
@@ -135,11 +139,11 @@ def _show_axolotl(file: Path) -> None:
     wrong = []
     if not isinstance(plugins, list):
         wrong.append(f"plugins: {plugins!r}: got {type(plugins).__name__}, expected a list of names")
-    elif AXOLOTL_PLUGIN not in plugins:
+    elif AXOLOTL_PLUGIN not in plugins and not (loads_installed_plugins() and asks_for_seqtile(cfg)):
         if "seqtile" in cfg:
-            wrong.append(f"seqtile: is ignored by axolotl without a word: add {AXOLOTL_PLUGIN} to plugins:")
+            wrong.append(f"seqtile: is ignored by axolotl before 0.21 without a word: add {AXOLOTL_PLUGIN} to plugins:")
         elif cfg.get("tiled_mlp"):
-            wrong.append(f"tiled_mlp: runs axolotl's own tiles, not seqtile's: add {AXOLOTL_PLUGIN} to plugins:")
+            wrong.append(f"tiled_mlp: runs the own tiles of axolotl before 0.21: add {AXOLOTL_PLUGIN} to plugins:")
         else:
             wrong.append(f"nothing of seqtile runs: add {AXOLOTL_PLUGIN} to plugins:")
     if ours is not None and not isinstance(ours, dict):
@@ -155,7 +159,7 @@ def _show_axolotl(file: Path) -> None:
         print(line)
     if wrong:
         raise typer.Exit(1)
-    print(f"{file}: the plugin is listed, and what stands under seqtile: is right")
+    print(f"{file}: axolotl loads the plugin, and what stands under seqtile: is right")
 
 
 def _device_lines() -> list[str]:

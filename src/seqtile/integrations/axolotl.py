@@ -1,5 +1,8 @@
 """axolotl's plugin: ``plugins: [seqtile.integrations.axolotl.SeqtilePlugin]`` in its YAML.
 
+axolotl 0.21 and newer finds it by its entry point and loads it in every run: without ``seqtile:``, ``tiled_mlp: true``
+or its line under ``plugins:`` it does nothing.
+
 It reads axolotl's own keys (``tiled_mlp``, ``tiled_mlp_num_shards``, ``tiled_mlp_use_original_mlp``) and ours, the
 arguments of :func:`seqtile.apply`, under ``seqtile:``. axolotl patches the MLP's class when it finds ``tiled_mlp`` set
 right after the plugins' ``pre_model_load`` and before it builds the model. So the key is taken out of the
@@ -21,6 +24,7 @@ from seqtile._log import first_rank_logger
 from seqtile.integrations.axolotl_checks import (
     SeqtileSettings,
     apply_arguments,
+    asks_for_seqtile,
     check_parallel_sizes,
     check_settings,
 )
@@ -38,15 +42,16 @@ class SeqtileArgs(BaseModel):
     @classmethod
     def check_parallel_sizes(cls, data: Any) -> Any:
         """Both names of the number of ranks that share a row are axolotl's; one value for both."""
-        check_parallel_sizes(data)
+        if asks_for_seqtile(data):
+            check_parallel_sizes(data)
         return data
 
     @model_validator(mode="after")
     def check_seqtile(self) -> Any:
         """Refuse before anything is loaded what :func:`seqtile.apply` would refuse, and what excludes it."""
-        check_settings(
-            {key: value.model_dump() if isinstance(value, BaseModel) else value for key, value in vars(self).items()}
-        )
+        cfg = {key: value.model_dump() if isinstance(value, BaseModel) else value for key, value in vars(self).items()}
+        if asks_for_seqtile(cfg):
+            check_settings(cfg)
         return self
 
 
@@ -56,10 +61,13 @@ class SeqtilePlugin(BasePlugin):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__()
         self._taken: Any = None
+        self._untiled: list[weakref.ref[Any]] = []  # loaded models that another plugin may still change
         self._tiled: list[tuple[weakref.ref[Any], Any]] = []  # the model that is trained, and DPO's reference
 
     def register(self, cfg: dict[str, Any]) -> None:
         """Write our defaults into the configuration as given, where axolotl's other plugins look for them."""
+        if not asks_for_seqtile(cfg):
+            return
         if cfg.get("tiled_mlp_use_original_mlp") is None:
             cfg["tiled_mlp_use_original_mlp"] = True
         recompute = cfg.get("gradient_checkpointing") is True and not cfg.get("activation_offloading")
@@ -78,12 +86,22 @@ class SeqtilePlugin(BasePlugin):  # type: ignore[misc]
     def post_model_load(self, cfg: Any, model: Any) -> None:
         """Tile the model, adapters included; says what was done through axolotl's logger.
 
+        Where another plugin changes the loaded model after this one, it is tiled in :meth:`add_callbacks_pre_trainer`.
+
         Raises:
-            UserError: axolotl tiles the MLPs too, a plugin comes after, or :func:`seqtile.apply` refuses.
+            UserError: axolotl tiles the MLPs too, or :func:`seqtile.apply` refuses.
         """
+        cfg["tiled_mlp"] = self._taken
+        if not asks_for_seqtile(cfg):
+            return
+        if self._is_last():
+            self._tile(cfg, model)
+        else:
+            self._untiled.append(weakref.ref(model))
+
+    def _tile(self, cfg: Any, model: Any) -> None:
         import seqtile
 
-        cfg["tiled_mlp"] = self._taken
         kwargs = apply_arguments(cfg)
         if not kwargs and self._taken is False:
             LOG.info("seqtile: tiled_mlp: false, nothing was changed")
@@ -93,7 +111,6 @@ class SeqtilePlugin(BasePlugin):  # type: ignore[misc]
                 f"axolotl's own tiled MLP runs {tiled_class} already, and this plugin could not keep it off; take "
                 "tiled_mlp out of the configuration and give seqtile.tile"
             )
-        self._check_last()
         report = seqtile.apply(model, **kwargs)
         LOG.info("seqtile: %s", report)
         for left in report.left:
@@ -109,15 +126,14 @@ class SeqtilePlugin(BasePlugin):  # type: ignore[misc]
         """What was tiled and where memory peaks, in the trainer's logs and everything that it reports to."""
         from seqtile.integrations.callback import TilingCallback
 
+        loaded_models, self._untiled = [loaded() for loaded in self._untiled], []
+        for loaded_model in loaded_models:
+            if loaded_model is not None:
+                self._tile(cfg, loaded_model)
         return [TilingCallback(report) for tiled, report in self._tiled if tiled() is model]
 
-    def _check_last(self) -> None:
-        """Refuse a plugin that would change the loaded model after us: it could take the tiles off unseen."""
+    def _is_last(self) -> bool:
+        """Whether no plugin after this one changes the loaded model, which could take the tiles off unseen."""
         plugins = list(PluginManager.get_instance().plugins.values())
-        after = plugins[plugins.index(self) + 1 :] if self in plugins else []
-        for plugin in after:
-            if type(plugin).post_model_load is not BasePlugin.post_model_load:
-                raise UserError(
-                    f"{type(plugin).__name__} changes the model after it was tiled; put "
-                    f"{__name__}.SeqtilePlugin last in plugins:"
-                )
+        later_plugins = plugins[plugins.index(self) + 1 :] if self in plugins else []
+        return all(type(plugin).post_model_load is BasePlugin.post_model_load for plugin in later_plugins)

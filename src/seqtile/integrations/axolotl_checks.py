@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import ConfigDict, ValidationError, create_model, model_validator
 
 from seqtile._errors import UserError
+from seqtile.devices import package_version
 from seqtile.options import DEFAULTS, TilingOptions, file_type, unknown_keys
 from seqtile.rules import Combination, check_combination
 
@@ -19,6 +20,21 @@ _MLP_KERNELS = ("liger_glu_activation", "lora_mlp_kernel", "use_kernels", "use_s
 _LOSSES = ("liger_fused_linear_cross_entropy", "liger_cross_entropy", "cut_cross_entropy", "chunked_cross_entropy",
            "flash_attn_cross_entropy", "use_eaft")  # fmt: skip
 _CHECKPOINTS = ("activation_offloading", "selective_checkpointing")
+
+AXOLOTL_PLUGIN = "seqtile.integrations.axolotl.SeqtilePlugin"
+"""The plugin's name in axolotl's ``plugins:``."""
+
+
+def asks_for_seqtile(cfg: Mapping[str, Any]) -> bool:
+    """Whether a configuration lists the plugin or has a key of it: axolotl 0.21 and newer loads it in every run."""
+    listed = AXOLOTL_PLUGIN in (name.replace(":", ".") for name in cfg.get("plugins") or [])
+    return listed or cfg.get("seqtile") is not None or bool(cfg.get("tiled_mlp"))
+
+
+def loads_installed_plugins() -> bool:
+    """Whether the installed axolotl finds plugins by their entry points, listed or not."""
+    version = package_version("axolotl")
+    return version is not None and tuple(map(int, version.split(".")[:2])) >= (0, 21)
 
 
 _SettingKeys = create_model(
