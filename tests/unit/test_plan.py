@@ -31,6 +31,7 @@ from seqtile.planner.layer_structure import count_weights
 from seqtile.planner.memory_plan import WORTH, Estimate, Planner, choose_attention_saved, plan
 from seqtile.planner.model_shapes import NAMED, read_config
 from seqtile.planner.names import STATE_BYTES
+from seqtile.planner.phases import Phase
 from seqtile.planner.plan_plot import colours_of
 from seqtile.planner.request import Request
 from seqtile.planner.sharding_terms import CONSTANTS, ZERO_BUCKET, on_device, on_host
@@ -733,9 +734,9 @@ def test_shards_divide_what_stands(sharded: Planner) -> None:
 
 def test_what_engines_keep_beside_their_shards(sharded: Planner) -> None:
     request, counts = sharded.request, sharded.counts
-    trained, forward = counts.trained, "MLP#0, forward"
+    trained, forward = counts.trained, Phase("MLP", 0, "forward")
 
-    def held(phase: str = forward, **changes: Any) -> dict[str, float]:
+    def held(phase: Phase = forward, **changes: Any) -> dict[str, float]:
         return on_device(replace(request, **changes), counts, {}, phase)
 
     assert held()["gradients"] == 0
@@ -746,22 +747,24 @@ def test_what_engines_keep_beside_their_shards(sharded: Planner) -> None:
     # its part of the batches before, and of the one that runs
     assert held(engine="zero2", accumulation=2)["gradients"] == 2 * 2 * trained / 8
     # the bucket, a flat bf16 copy of the partition, and its fp32 copy
-    step = held("optimiser step", engine="zero3")
+    step = held(Phase("optimiser step"), engine="zero3")
     assert step["engine buffers"] == 2 * ZERO_BUCKET + (2 + 4) * trained / 8
-    assert held("optimiser step", engine="zero3", engine_offload=("optimizer",))["engine buffers"] == 2 * ZERO_BUCKET
+    offloaded = held(Phase("optimiser step"), engine="zero3", engine_offload=("optimizer",))
+    assert offloaded["engine buffers"] == 2 * ZERO_BUCKET
 
 
 def test_gathered_weights_that_zero3_keeps(sharded: Planner) -> None:
     request, counts = replace(sharded.request, engine="zero3"), sharded.counts
-    small = on_device(request, counts, {}, "MLP#0, forward")["engine buffers"]
+    small = on_device(request, counts, {}, Phase("MLP", 0, "forward"))["engine buffers"]
     # a model below DeepSpeed's limits stays whole, twice while the flat buffer is there
     assert small - 2 * ZERO_BUCKET == 2 * 2 * counts.weights
     large = replace(counts, weights=70 * 10**9, layer=856 * 10**6, root=2 * 10**9)
-    held = on_device(request, large, {}, "MLP#0, forward")["engine buffers"]
+    held = on_device(request, large, {}, Phase("MLP", 0, "forward"))["engine buffers"]
     assert held - 2 * ZERO_BUCKET == 2 * 10**9 + 2 * (50 * 10**6 + large.layer)
     # nothing is gathered ahead of a layer that is more than may be kept
     larger = replace(large, layer=3 * 10**9)
-    assert on_device(request, larger, {}, "MLP#0, forward")["engine buffers"] - 2 * ZERO_BUCKET == 2 * larger.layer
+    held = on_device(request, larger, {}, Phase("MLP", 0, "forward"))["engine buffers"]
+    assert held - 2 * ZERO_BUCKET == 2 * larger.layer
 
 
 def test_gradients_of_engines_during_the_backward(sharded: Planner) -> None:
@@ -769,37 +772,37 @@ def test_gradients_of_engines_during_the_backward(sharded: Planner) -> None:
     head = sharded.counts.vocabulary * sharded.counts.hidden
     counts = replace(sharded.counts, weights=trained, trained=trained, layer=layer, largest=largest, root=2 * head)
 
-    def held(engine: str, phase: str, share: float = 0.25, **changes: Any) -> dict[str, float]:
+    def held(engine: str, phase: Phase, share: float = 0.25, **changes: Any) -> dict[str, float]:
         request = replace(sharded.request, engine=engine, **changes)
         return on_device(request, counts, {"gradients": 2.0 * share * trained}, phase)
 
     # ZeRO-2: a rank has the buffer of its whole part as soon as one of its gradients is reduced
-    assert held("zero2", "MLP#31, backward", share=0.01)["gradients"] == 2 * trained / 8
-    assert held("zero2", "MLP#31, backward", share=0.0)["gradients"] == 0
+    assert held("zero2", Phase("MLP", 31, "backward"), share=0.01)["gradients"] == 2 * trained / 8
+    assert held("zero2", Phase("MLP", 31, "backward"), share=0.0)["gradients"] == 0
     # a bucket that belongs to one rank is reduced where it is, one of several ranks from a copy, and ZeRO-3's too
     bucket, on_its_way = 2 * ZERO_BUCKET, 2 * largest
-    assert held("zero2", "MLP#31, backward")["engine buffers"] == bucket + on_its_way
-    assert held("zero2", "MLP#31, backward", gpus=16)["engine buffers"] == 2 * bucket + on_its_way
-    gathered = held("zero3", "MLP#31, forward")["engine buffers"] - bucket
-    assert held("zero3", "MLP#31, backward")["engine buffers"] - gathered == 2 * bucket + on_its_way
+    assert held("zero2", Phase("MLP", 31, "backward"))["engine buffers"] == bucket + on_its_way
+    assert held("zero2", Phase("MLP", 31, "backward"), gpus=16)["engine buffers"] == 2 * bucket + on_its_way
+    gathered = held("zero3", Phase("MLP", 31, "forward"))["engine buffers"] - bucket
+    assert held("zero3", Phase("MLP", 31, "backward"))["engine buffers"] - gathered == 2 * bucket + on_its_way
     # FSDP2: the head's gradient stays whole, a layer's until it is reduced, and those of a tiled MLP are in its tile
-    reduced = held("fsdp2", "attention#31, backward")
+    reduced = held("fsdp2", Phase("attention", 31, "backward"))
     assert reduced["gradients"] == 4 * (0.25 * trained - head) / 8
     assert reduced["engine buffers"] == 2 * (2 * layer + 2 * head) + 2 * layer + 2 * (layer + head)
-    tiled = held("fsdp2", "MLP#31, backward")["engine buffers"]
+    tiled = held("fsdp2", Phase("MLP", 31, "backward"))["engine buffers"]
     assert reduced["engine buffers"] - tiled == 2 * layer
     untiled = replace(sharded.request.options, blocks="none")
-    assert held("fsdp2", "MLP#31, backward", options=untiled)["engine buffers"] == reduced["engine buffers"]
-    assert held("fsdp2", "head and loss, forward")["engine buffers"] == 2 * (layer + 2 * head)
+    assert held("fsdp2", Phase("MLP", 31, "backward"), options=untiled)["engine buffers"] == reduced["engine buffers"]
+    assert held("fsdp2", Phase("head and loss", None, "forward"))["engine buffers"] == 2 * (layer + 2 * head)
     # between updates they are all there, and one at a time is added to them
-    several = held("fsdp2", "attention#31, backward", accumulation=2)["engine buffers"]
+    several = held("fsdp2", Phase("attention", 31, "backward"), accumulation=2)["engine buffers"]
     assert reduced["engine buffers"] - several == 2 * (layer + head - largest)
 
 
 def test_offloaded_shards_are_not_on_the_device(sharded: Planner) -> None:
     moved = replace(sharded.request, engine_offload=("optimizer", "weights"))
     terms = {"gradients": 2.0 * sharded.counts.trained}
-    held = on_device(moved, sharded.counts, terms, "MLP#0, backward")
+    held = on_device(moved, sharded.counts, terms, Phase("MLP", 0, "backward"))
     assert held["weights"] == held["gradients"] == held["optimiser state"] == 0
 
 
@@ -807,9 +810,10 @@ def test_whole_logits_leave_a_hole_in_the_allocator(planner: Planner) -> None:
     whole = changed(planner.request, loss=None, blocks="none")
     plan = Planner(whole, like=planner)
     logits = 2 * SIZES["vocab_size"] * 4096
-    assert plan._left_over("head and loss, backward", 4096) == logits
-    assert plan._left_over("head and loss, forward", 4096) == planner._left_over("head and loss, backward", 4096) == 0
-    assert Planner(replace(whole, precision="float32"), like=planner)._left_over("head and loss, backward", 4096) == 0
+    forward, backward = (Phase("head and loss", None, direction) for direction in ("forward", "backward"))
+    assert plan._left_over(backward, 4096) == logits
+    assert plan._left_over(forward, 4096) == planner._left_over(backward, 4096) == 0
+    assert Planner(replace(whole, precision="float32"), like=planner)._left_over(backward, 4096) == 0
 
 
 def test_pinned_memory_comes_in_chunks(planner: Planner) -> None:
@@ -866,17 +870,21 @@ def test_ranks_that_share_a_sequence_hold_a_part_of_it(sharded: Planner) -> None
     assert parts.terms["checkpointed hidden states"] == pytest.approx(whole.terms["checkpointed hidden states"])
     assert parts.device.expected >= whole.device.expected
     request, counts = replace(sharded.request, sp_size=4), sharded.counts
-    apart = on_device(request, counts, {"tokens": 8192.0}, "attention#0, backward")["engine buffers"]
-    together = on_device(sharded.request, counts, {}, "attention#0, backward")["engine buffers"]
+    apart = on_device(request, counts, {"tokens": 8192.0}, Phase("attention", 0, "backward"))["engine buffers"]
+    together = on_device(sharded.request, counts, {}, Phase("attention", 0, "backward"))["engine buffers"]
     # query and output of 4 heads, keys and values of 4 (two of them repeated), of 64 each, bf16
     assert apart - together == 2 * (2 * 4 + 2 * 4) * 64 * 8192
     apart, together = (
-        on_device(one, counts, {"tokens": 8192.0}, "attention#0, recompute")["engine buffers"]
+        on_device(one, counts, {"tokens": 8192.0}, Phase("attention", 0, "recompute"))["engine buffers"]
         for one in (request, sharded.request)
     )
     assert apart - together == 2 * (3 * 4 + 2 * 4) * 64 * 8192  # the output twice more
     # Behind attention its output stands as the product after it saved it, too.
-    for part, more in (("rest of the model, backward", 1), ("MLP#0, recompute", 1), ("head and loss, backward", 0)):
+    for part, more in (
+        (Phase("rest of the model", None, "backward"), 1),
+        (Phase("MLP", 0, "recompute"), 1),
+        (Phase("head and loss", None, "backward"), 0),
+    ):
         apart, together = (
             on_device(one, counts, {"tokens": 8192.0}, part)["engine buffers"] for one in (request, sharded.request)
         )
