@@ -518,6 +518,14 @@ def supports_sdpa(model: Any) -> bool:
     return bool(getattr(model, "_supports_sdpa", True))
 
 
+def sdpa_shares_keys(width: int) -> bool:
+    """Whether transformers has PyTorch's attention share keys between query heads of this width."""
+    from transformers.integrations.sdpa_attention import use_gqa_in_sdpa
+
+    key = torch.empty(1, 1, 1, width, device="meta")
+    return bool(use_gqa_in_sdpa(None, *[key] * (len(inspect.signature(use_gqa_in_sdpa).parameters) - 1)))
+
+
 def attention_is_exchangeable(model_class: type) -> bool:
     """Whether a class of transformers' models calls whichever attention function its configuration names."""
     return bool(getattr(model_class, "_supports_attention_backend", False))

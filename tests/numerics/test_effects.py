@@ -476,8 +476,8 @@ def test_a_state_that_cannot_be_tiled(caplog: pytest.LogCaptureFixture) -> None:
     kind = type(mixer)
 
     class Renamed(kind):  # type: ignore[misc, valid-type]
-        def forward(self, hidden_states: Tensor, cache: Any = None, attention_mask: Any = None, **_: Any) -> Any:
-            return super().forward(hidden_states, cache, attention_mask)
+        def forward(self, hidden_states: Tensor, memory: Any = None, attention_mask: Any = None, **_: Any) -> Any:
+            return super().forward(hidden_states, memory, attention_mask)
 
     Renamed.__name__ = kind.__name__
     layer = type(model.model.layers[0])

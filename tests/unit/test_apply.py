@@ -4,6 +4,7 @@ import copy
 import io
 import pickle
 import types
+from typing import Any
 
 import pytest
 import torch
@@ -473,3 +474,15 @@ def test_only_the_first_rank_speaks(
     monkeypatch.delenv("RANK", raising=False) if rank is None else monkeypatch.setenv("RANK", rank)
     seqtile.apply(causal_lm("llama"), tile=5)
     assert len([record for record in caplog.records if "tiled 2 of 2" in record.message]) == records
+
+
+def test_heads_wider_than_a_flash_kernel_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = causal_lm("qwen3", head_dim=512)
+    assert any("heads of 512" in note and "[tokens, tokens]" in note for note in notes_of(model, True, monkeypatch))
+    assert any("heads of 512" in note and "repeats keys" in note for note in notes_of(model, False, monkeypatch))
+    assert not any("flash kernels" in note for note in notes_of(causal_lm("qwen3"), True, monkeypatch))
+
+
+def notes_of(model: Any, shares_keys: bool, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
+    monkeypatch.setattr("seqtile.checkpointing.keep_attention.sdpa_shares_keys", lambda width: shares_keys)
+    return seqtile.apply(model).notes

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from seqtile._compat import HOOKS_SEE_WHAT_IS_KEPT, SavedValue, saved_values, tree_iter
+from seqtile._compat import HOOKS_SEE_WHAT_IS_KEPT, SEEN, SavedValue, saved_values, sdpa_shares_keys, tree_iter
 from seqtile.checkpointing.host_offload import HostMemory, OffloadedTensor
 from seqtile.counting.watch import LettingCompile, name_of
 from seqtile.ops.attention.backends import AllowedKernels, refuse_wrong
@@ -36,6 +36,25 @@ def largest_of_layers(text_config: Any, name: str) -> Any:
     if name not in (getattr(text_config, "per_layer_attributes", None) or ()):
         return getattr(text_config, name, None)
     return max((size for layer in text_config.per_layer_config if (size := getattr(layer, name, None))), default=None)
+
+
+WIDEST_FLASH_HEAD = 256
+"""The widest head that FlashAttention and PyTorch's kernel of that name take."""
+
+
+def wide_heads(config: Any) -> str:
+    """One sentence where some layer's heads are wider than a flash kernel takes (Gemma 4: 512), else ""."""
+    width = largest_of_layers(config.get_text_config(), "head_dim") if hasattr(config, "get_text_config") else None
+    if not isinstance(width, int) or width <= WIDEST_FLASH_HEAD:
+        return ""
+    effect = "SDPA repeats keys and values for every query head, for its memory-efficient kernel"
+    if sdpa_shares_keys(width):
+        effect = (
+            "SDPA computes layers with fewer key-value heads by plain products, with a [tokens, tokens] matrix per "
+            f"head, in this transformers; take {SEEN['transformers']} "
+            "(https://github.com/huggingface/transformers/pull/46960)"
+        )
+    return f"heads of {width}: flash kernels take {WIDEST_FLASH_HEAD} at most, and {effect}"
 
 
 def kept_per_token(text_config: Any, itemsize: int, hidden: int = 0) -> int:

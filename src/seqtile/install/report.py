@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from seqtile._compat import early_stop
+from seqtile._compat import attention_kind, early_stop
 from seqtile._sentences import PrintsAsSentence
 from seqtile.blocks.instance import Installed
 from seqtile.blocks.norms_and_projections import adapted_since
+from seqtile.checkpointing.keep_attention import wide_heads
 from seqtile.checkpointing.reentrant import is_reentrant, shares_keys
 from seqtile.install.loss_and_checkpoints import rest_notes
 from seqtile.ops.attention.backends import attention_sentences, rotary_sentences
@@ -113,6 +114,8 @@ class Report(PrintsAsSentence):
                     "layers of this model share keys and values: under reentrant checkpoints the layers that compute "
                     "them lose a part of their gradient, tiled or not"
                 )
+        if model is not None and attention_kind(model) == "sdpa" and (wide := wide_heads(model.config)):
+            notes.append(wide)
         if early_stop() is False:
             notes.append(
                 "early stop of activation checkpointing is switched off: each block runs once more (14 units for a "

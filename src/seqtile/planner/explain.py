@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from seqtile._errors import UserError
+from seqtile.checkpointing.keep_attention import wide_heads
 from seqtile.install.loss_and_checkpoints import recomputed
 from seqtile.ops.attention.backends import recommended
 from seqtile.options import DEFAULTS, WRITTEN
@@ -50,6 +51,8 @@ def not_modelled(request: Request, estimate: Estimate) -> list[str]:
             f"nothing smaller than the [tokens, tokens] mask that {request.attention} attention builds for this model; "
             "flash attention needs none"
         )
+    if wide := wide_heads(request.config):
+        lacks.append(wide)
     if request.pictures is None and not request.masked:
         lacks.append("pictures: count their tokens into the length, or give --images")
     for step_kind in step_kinds_of(request.config, request.setup()):
