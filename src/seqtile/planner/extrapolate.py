@@ -13,7 +13,7 @@ from typing import Any
 
 from seqtile.options import changed
 from seqtile.planner.fake_step import build, build_bare, fake_step
-from seqtile.planner.layer_structure import Depths, find_depths
+from seqtile.planner.layer_structure import Depths, experts_of, find_depths
 from seqtile.planner.live_at_peaks import KEPT_TILES, Workspace
 from seqtile.planner.phases import Phase
 from seqtile.planner.step_config import Setup
@@ -21,36 +21,58 @@ from seqtile.planner.step_kind import Terms
 from seqtile.planner.tile_choice import kept_share, largest_tile, other_lengths, resolve_tiles
 
 
+Points = Mapping[int, Mapping[Phase, Terms]]
+"""By length what the parts of a step hold."""
+
+
 @dataclass(frozen=True)
 class Lines:
     """What each part of a step of the whole model holds, by tokens and the share of kept tiles.
 
     Attributes:
-        points: by length what a fake run's parts held; :data:`.KEPT_TILES` as if every tile were kept.
+        points: by length what a fake run's parts held.
         square: whether a ``[tokens, tokens]`` tensor was seen.
+        kept_points: the same with every tile kept, where some are kept and some are not.
+        checkpointed: whether only the layer that runs keeps tiles.
     """
 
-    points: Mapping[int, Mapping[Phase, Terms]] = field(repr=False)
+    points: Points = field(repr=False)
     square: bool = False
+    kept_points: Points = field(default_factory=dict, repr=False)
+    checkpointed: bool = True
 
     def at(self, tokens: int, *, keep: float = 0.0) -> dict[Phase, dict[str, float]]:
         """For each part of the step the bytes at its peak, by what they are for; tiles ``keep`` a share of themselves.
 
-        The polynomial through the points, by Lagrange's weights.
+        The first tiles keep gate and up. So the others' forward runs beside all that is kept; in the backward the
+        kept tiles run first, and their gate and up are gone when the others make theirs again.
         """
-        weights: dict[int, float] = {}
-        for length in self.points:
-            weights[length] = 1.0
-            for other_length in self.points.keys() - {length}:
-                weights[length] *= (tokens - other_length) / (length - other_length)
-        parts: dict[Phase, dict[str, float]] = {}
-        for phase in self.points[min(self.points)]:
-            total: dict[str, float] = {}
-            for length, weight in weights.items():
-                for term, size in self.points[length].get(phase, {}).items():
-                    total[term] = total.get(term, 0.0) + weight * size * (keep if term == KEPT_TILES else 1.0)
-            parts[phase] = {term: float(round(size)) for term, size in total.items()}
+        parts = _through(self.points, tokens)
+        if not self.kept_points:
+            return parts
+        for phase, with_kept in _through(self.kept_points, tokens).items():
+            kept = float(round(keep * with_kept.get(KEPT_TILES, 0.0)))
+            gone = self.checkpointed and phase.direction == "backward"
+            beside_recomputed = {**parts.get(phase, {}), KEPT_TILES: 0.0 if gone else kept}
+            parts[phase] = max(with_kept | {KEPT_TILES: kept}, beside_recomputed, key=lambda terms: sum(terms.values()))
         return parts
+
+
+def _through(points: Points, tokens: int) -> dict[Phase, dict[str, float]]:
+    """The polynomial through ``points`` at ``tokens``, by Lagrange's weights."""
+    weights: dict[int, float] = {}
+    for length in points:
+        weights[length] = 1.0
+        for other_length in points.keys() - {length}:
+            weights[length] *= (tokens - other_length) / (length - other_length)
+    parts: dict[Phase, dict[str, float]] = {}
+    for phase in points[min(points)]:
+        total: dict[str, float] = {}
+        for length, weight in weights.items():
+            for term, size in points[length].get(phase, {}).items():
+                total[term] = total.get(term, 0.0) + weight * size
+        parts[phase] = {term: float(round(size)) for term, size in total.items()}
+    return parts
 
 
 def fit_lines(
@@ -72,25 +94,17 @@ def fit_lines(
 
 
 def fit_for(config: Any, setup: Setup, depths: Depths, tokens: int, workspace: Workspace | None) -> Lines:
-    """Lines for steps of about ``tokens`` tokens; ``setup`` resolved.
-
-    Where some tiles keep gate and up, the largest working set is that of a tile that does not, beside what the others
-    keep.
-    """
-    window = getattr(config.get_text_config(), "sliding_window", None) or 0
-    keep, lengths = float(setup.options.keep), other_lengths(setup, tokens, window)
+    """Lines for steps of about ``tokens`` tokens; ``setup`` resolved."""
+    text = config.get_text_config()
+    window = getattr(text, "sliding_window", None) or 0
+    # In two tiles experts hold more than in three, as no tile is in between.
+    fewest = 3 if experts_of(text) else 2
+    keep, lengths = float(setup.options.keep), other_lengths(setup, tokens, window, fewest)
     lines = fit_lines(config, changed(setup, keep=1.0 if keep == 1 else 0.0), depths, lengths, workspace)
     if not 0 < keep < 1:
         return lines
     kept = fit_lines(config, changed(setup, keep=1.0), depths, lengths, workspace)
-    points = {
-        length: {
-            phase: {**terms, KEPT_TILES: kept.points[length].get(phase, {}).get(KEPT_TILES, 0.0)}
-            for phase, terms in parts.items()
-        }
-        for length, parts in lines.points.items()
-    }
-    return Lines(points, lines.square)
+    return Lines(lines.points, lines.square, kept.points, checkpointed=setup.options.checkpoint is not None)
 
 
 @dataclass(frozen=True)

@@ -232,8 +232,7 @@ def count_weights(config: Any, model: nn.Module) -> Counts:
     layers = [model.get_submodule(layer.name) for layer in decoder]
     in_layers = {id(weight) for layer in layers for weight in layer.parameters()}
     matrices = [weight for layer in layers for weight in layer.parameters() if weight.dim() >= 2]
-    experts = largest_of_layers(text, "num_local_experts") or largest_of_layers(text, "num_experts")
-    experts = experts or largest_of_layers(text, "n_routed_experts") or 1
+    experts = experts_of(text) or 1
     routed = (largest_of_layers(text, "num_experts_per_tok") or experts) / experts
     active = sum(int(weight.numel() * (routed if weight.dim() == 3 else 1)) for weight in matrices)
     heads = int(largest_of_layers(text, "num_attention_heads") or 1)  # Mamba has none
@@ -257,6 +256,12 @@ def count_weights(config: Any, model: nn.Module) -> Counts:
         attentions=sum(any(not mixer.has_state for mixer in layer.mixers) for layer in decoder),
         causal=not is_masked_lm(config),
     )
+
+
+def experts_of(text: Any) -> int:
+    """Experts of a layer of the language model with this configuration, 0 where there are none."""
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    return next((int(experts) for name in names if (experts := largest_of_layers(text, name))), 0)
 
 
 def first_layers(config: Any, layers: int) -> Any:

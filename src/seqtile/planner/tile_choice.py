@@ -16,9 +16,6 @@ from seqtile.planner.phases import causal_model
 from seqtile.planner.step_config import Built, Setup
 from seqtile.tiling import BlockShape, head_sizes, parse_tile, sizes_within
 
-MOST_TILES = 4
-"""Longest fake run, in tiles: each costs its operators once more."""
-
 MANY_ROWS = 8
 """Rows of a batch from which fake rows are shorter than a tile, which would take as many tiles as there are rows."""
 
@@ -105,13 +102,14 @@ def resolve_tiles(setup: Setup, tokens: int, tile: int | None) -> Setup:
     return changed(setup, tile=tile, loss_tile=head)
 
 
-def other_lengths(setup: Setup, tokens: int, window: int = 0) -> tuple[int, ...]:
+def other_lengths(setup: Setup, tokens: int, window: int = 0, fewest: int = 2) -> tuple[int, ...]:
     """Three lengths, none of them ``tokens``, whose tiles are as large as those of ``tokens``: multiples of a tile.
 
     Args:
         setup: resolved for ``tokens``.
         tokens: the length to predict.
         window: of local attention, 0 for none; sdpa builds a mask where a sequence is longer, so these are too.
+        fewest: tiles of the shortest.
     """
     tile = setup.options.tile
     tiles = [tile] if isinstance(tile, int) else []
@@ -126,10 +124,11 @@ def other_lengths(setup: Setup, tokens: int, window: int = 0) -> tuple[int, ...]
         unit = max(tiles)
     if setup.batch >= MANY_ROWS:  # a tile is of all rows together: few tokens of each fill it
         unit = max(unit // setup.batch, min(SHORTEST, tokens // 4), 1)
-    most = MOST_TILES if isinstance(tile, int) else MOST_HEAD_TILES
-    last = min(max(tokens // unit, MOST_TILES), most)
-    first = max(2, last * 3 // 4, window // unit + 1)
-    # The second is the longest that is affordable. In two tiles experts hold more than in three: no tile is in between.
+    first, last = fewest, fewest + 1  # each tile costs its operators once more
+    if not isinstance(tile, int):  # a tile of the head alone has far fewer
+        last = min(max(tokens // unit, 4), MOST_HEAD_TILES)
+        first = last * 3 // 4
+    first = max(first, window // unit + 1)
     last = max(last, first + 1)
     counts = [n for n in (first, last, last + 1, last + 2, last + 3) if n * unit != tokens]
     return tuple(unit * n for n in counts[:3])
