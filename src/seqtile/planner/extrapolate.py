@@ -20,7 +20,6 @@ from seqtile.planner.step_config import Setup
 from seqtile.planner.step_kind import Terms
 from seqtile.planner.tile_choice import kept_share, largest_tile, other_lengths, resolve_tiles
 
-
 Points = Mapping[int, Mapping[Phase, Terms]]
 """By length what the parts of a step hold."""
 

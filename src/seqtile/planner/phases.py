@@ -37,12 +37,14 @@ class Phase:
         layer: the number of its decoder layer; None for what is in no layer, or in any.
         direction: ``"forward"``, ``"recompute"`` or ``"backward"``; "" for what has none.
         in_kernel: while a kernel runs that takes memory inside itself.
+        past_mixer: in a layer's backward, after that of its attention or state: what is live grows otherwise there.
     """
 
     part: str
     layer: int | None = None
     direction: str = ""
     in_kernel: bool = False
+    past_mixer: bool = False
 
     def __str__(self) -> str:
         layer = "" if self.layer is None else f"#{self.layer}"
@@ -168,7 +170,7 @@ def label_phases(
             elif name in mixers:
                 number = _number(numbers, name)
                 outside = places.get(name.rpartition(".")[0], Phase(REST, number))
-                labels.watch(module, Phase(mixers[name], number), outside)
+                labels.watch(module, Phase(mixers[name], number), replace(outside, past_mixer=layers))
         labels.switch()
         yield labels
     finally:
