@@ -49,7 +49,7 @@ def command(
     refuse_unreachable(model)
     from seqtile.planner.accelerators import this_device
     from seqtile.planner.model_shapes import read_config
-    from seqtile.planner.request import Request, check_request, refuse_encoder
+    from seqtile.planner.request import Request, check_request, check_request_combination, refuse_encoder
 
     logging.getLogger("transformers").setLevel(logging.ERROR)
     config = read_config(model)
@@ -61,6 +61,7 @@ def command(
     )  # fmt: skip
     refuse_encoder(config, model, "seqtile probe measures steps of")
     check_request(request, max_length)
+    check_request_combination(request, max_length)
 
     from seqtile.planner.measured_step import PHASES, plot_timeline, probe
 

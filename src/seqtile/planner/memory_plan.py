@@ -22,7 +22,13 @@ from seqtile.planner.live_at_peaks import CHECKPOINTS, GRADIENTS, KEPT, KERNELS,
 from seqtile.planner.model_shapes import max_positions, towers_of
 from seqtile.planner.names import STATE_BYTES
 from seqtile.planner.phases import ATTENTION, BLOCK, BLOCK_AND_NORMS, HEAD, REST, STATE, Phase
-from seqtile.planner.request import Request, attention_cannot_be_saved, check_ranks, check_request
+from seqtile.planner.request import (
+    Request,
+    attention_cannot_be_saved,
+    check_ranks,
+    check_request,
+    check_request_combination,
+)
 from seqtile.planner.sharding_terms import BUFFERS, CONSTANTS, CONTEXT, offload_checkpoints, on_device, on_host
 from seqtile.planner.step_config import Built, Setup
 from seqtile.planner.tile_choice import head_tile, kept_share, largest_tile, resolve_tiles
@@ -109,6 +115,7 @@ class Planner:
         self.no_ring: str
         for step_kind in self.kinds:
             step_kind.check(request, max_length)
+        check_request_combination(request, max_length)
         self._lines: list[tuple[Setup, int, Lines]] = []  # what ran, for which tokens per rank, and what it told
         self._longest = LONGEST
         self.host_has_room = False

@@ -164,6 +164,14 @@ def check_request(request: Request, max_length: int | None) -> None:
         raise UserError(f"4-bit weights under {request.engine} are not modelled; use --engine ddp or one GPU")
     if max_length is not None and max_length < 2:
         raise UserError(f"got max length {max_length}, expected at least 2 tokens")
+
+
+def check_request_combination(request: Request, max_length: int | None) -> None:
+    """Refuse settings that do not go together; after what a kind of step refuses, whose advice is nearer.
+
+    Raises:
+        UserError: with what to do instead.
+    """
     facts = ModelFacts(repr(request.model), max_positions(request.config), lift(request.config, max_length))
     check_combination(request.combination(max_length, facts))
 
