@@ -166,16 +166,21 @@ class Pass:
         """``[t, D] ->`` gate and up, ``[t, F]`` each, or ``[t, 2 F]`` of a fused projection."""
         values = []
         for number, (layer, mask) in enumerate(zip(self.first.layers, masks, strict=False)):
-            value = self._kept(n.shape[0], layer) if fresh else self._buffer(("first", number), n.shape[0], layer.width)
+            value = (
+                self.kept_value(n.shape[0], layer)
+                if fresh
+                else self._buffer(("first", number), n.shape[0], layer.width)
+            )
             layer.forward(n, value, mask)
             values.append(value)
         return tuple(values)
 
     def kept_values(self, rows: int) -> tuple[Tensor, ...]:
         """Room for the pre-activations of so many tokens that are kept."""
-        return tuple([self._kept(rows, layer) for layer in self.first.layers])
+        return tuple([self.kept_value(rows, layer) for layer in self.first.layers])
 
-    def _kept(self, rows: int, layer: Layer) -> Tensor:
+    def kept_value(self, rows: int, layer: Layer) -> Tensor:
+        """Room for one of them."""
         return torch.empty(rows, layer.width, dtype=self.dtype, device=self.device)
 
     def _split(self, values: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:

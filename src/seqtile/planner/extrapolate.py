@@ -7,6 +7,7 @@ peak of the step is the highest of these lines.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,29 +32,24 @@ class Lines:
     Attributes:
         points: by length what a fake run's parts held.
         square: whether a ``[tokens, tokens]`` tensor was seen.
-        kept_points: the same with every tile kept, where some are kept and some are not.
-        checkpointed: whether only the layer that runs keeps tiles.
+        kept_points: where some tiles are kept and some are not, the same with every tile kept; ``points`` have one.
     """
 
     points: Points = field(repr=False)
     square: bool = False
     kept_points: Points = field(default_factory=dict, repr=False)
-    checkpointed: bool = True
 
     def at(self, tokens: int, *, keep: float = 0.0) -> dict[Phase, dict[str, float]]:
         """For each part of the step the bytes at its peak, by what they are for; tiles ``keep`` a share of themselves.
 
-        The first tiles keep gate and up. So the others' forward runs beside all that is kept; in the backward the
-        kept tiles run first, and their gate and up are gone when the others make theirs again.
+        The first tiles keep gate and up: the others' forward runs beside all that is kept. In the backward the kept
+        tiles run first; when the others make gate and up again, at least as much is gone.
         """
         parts = _through(self.points, tokens)
-        if not self.kept_points:
-            return parts
-        for phase, with_kept in _through(self.kept_points, tokens).items():
+        for phase, with_kept in _through(self.kept_points, tokens).items() if self.kept_points else ():
             kept = float(round(keep * with_kept.get(KEPT_TILES, 0.0)))
-            gone = self.checkpointed and phase.direction == "backward"
-            beside_recomputed = {**parts.get(phase, {}), KEPT_TILES: 0.0 if gone else kept}
-            parts[phase] = max(with_kept | {KEPT_TILES: kept}, beside_recomputed, key=lambda terms: sum(terms.values()))
+            others = with_kept if phase.direction == "backward" else parts.get(phase, {})
+            parts[phase] = {**others, KEPT_TILES: kept}
         return parts
 
 
@@ -79,14 +75,17 @@ def fit_lines(
 ) -> Lines:  # fmt: skip
     """Run the step on fake tensors at two of ``lengths``, and at all where a ``[tokens, tokens]`` tensor is seen.
 
-    ``setup`` is resolved, with all tiles kept or none.
+    ``setup`` is resolved; where it keeps some tiles, the runs keep one.
     """
     points: dict[int, Mapping[Phase, Terms]] = {}
     square = True  # at one length alone it may be a weight that is as wide
     for length in lengths:
         if len(points) == 2 and not square:
             break
-        runs = [fake_step(config, setup, length, workspace, sample) for sample in depths.samples]
+        kept_tile = setup
+        if 0 < float(setup.options.keep) < 1 and isinstance(setup.options.tile, int):
+            kept_tile = changed(setup, keep=1 / math.ceil(length * setup.batch / setup.options.tile))
+        runs = [fake_step(config, kept_tile, length, workspace, sample) for sample in depths.samples]
         square &= any(run.square for run in runs)
         points[length] = depths.whole_model([{phase: peak.terms for phase, peak in run.peaks.items()} for run in runs])
     return Lines(points, square)
@@ -99,11 +98,11 @@ def fit_for(config: Any, setup: Setup, depths: Depths, tokens: int, workspace: W
     # In two tiles experts hold more than in three, as no tile is in between.
     fewest = 3 if experts_of(text) else 2
     keep, lengths = float(setup.options.keep), other_lengths(setup, tokens, window, fewest)
-    lines = fit_lines(config, changed(setup, keep=1.0 if keep == 1 else 0.0), depths, lengths, workspace)
+    lines = fit_lines(config, setup, depths, lengths, workspace)
     if not 0 < keep < 1:
         return lines
     kept = fit_lines(config, changed(setup, keep=1.0), depths, lengths, workspace)
-    return Lines(lines.points, lines.square, kept.points, checkpointed=setup.options.checkpoint is not None)
+    return Lines(lines.points, lines.square, kept.points)
 
 
 @dataclass(frozen=True)

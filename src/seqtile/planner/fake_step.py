@@ -312,20 +312,19 @@ def compute_loss(model: Any, setup: Setup, batch: Mapping[str, Tensor]) -> Tenso
 
 @contextmanager
 def _file_kept_tiles(live: Tracker) -> Iterator[None]:
-    """Inside, what an MLP's tile keeps is filed as :data:`.KEPT_TILES`."""
-    run = MlpPass.forward
+    """Inside, what an MLP's tile keeps is filed as :data:`.KEPT_TILES`, while it is made too."""
+    make = MlpPass.kept_value
 
-    def forward(self: MlpPass, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-        values = run(self, *args, **kwargs)
-        for value in values:
-            live.file(value, KEPT_TILES)
+    def kept(self: MlpPass, *args: Any) -> Tensor:
+        values = make(self, *args)
+        live.file(values, KEPT_TILES)
         return values
 
-    MlpPass.forward = forward  # type: ignore[method-assign]
+    MlpPass.kept_value = kept  # type: ignore[method-assign]
     try:
         yield
     finally:
-        MlpPass.forward = run  # type: ignore[method-assign]
+        MlpPass.kept_value = make  # type: ignore[method-assign]
 
 
 @contextmanager
