@@ -15,8 +15,6 @@ ARGS ?=
 # Seconds of processor time: `make test-fast` leaves out the test functions that took longer (tests/times.txt).
 QUICK ?= 0.4
 PYTEST_ARGS ?=
-# Seconds of processor time: `make test-fast` leaves out the test functions that took longer (tests/times.txt).
-QUICK ?= 0.4
 JOBS ?= $(shell $(PYTHON) -c 'import os; print(min(4, os.cpu_count() or 2))')
 
 # Tests of one process run side by side, a file in one worker; what starts several processes or takes many gigabytes has

@@ -120,6 +120,12 @@ def test_a_message_that_is_left_out_of_the_loss_is_heeded_or_refused(key: str) -
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "a history of objects": (
+        {"query": "who?", "response": "the cat.", "history": [{"user": "hm?", "assistant": "yes."}]},
+        "'history'",
+    ),
+    "an input that is a list": ({"instruction": "Count.", "input": ["a", "b"], "output": "2"}, "'input' is list"),
+    "calls that are a number": (chat(ASK, {**ANSWER, "tool_calls": "5"}), "a tool call that is int"),
     "a picture in a message": (
         chat({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, ANSWER),
         "'image_url'",

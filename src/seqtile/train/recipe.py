@@ -558,11 +558,12 @@ class _OnceLoader(yaml.SafeLoader):
     """``yaml.SafeLoader`` that refuses a key given twice, of which YAML would silently drop one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        names = [key.value for key, _ in node.value if isinstance(key.value, str)]
-        for name in names:
-            if names.count(name) > 1:
-                problem = f"key {name!r} is given twice"
-                raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key.value, str) and key.value in seen:
+                problem = f"key {key.value!r} is given twice"
+                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+            seen.add(str(key.value))
         return super().construct_mapping(node, deep)
 
 

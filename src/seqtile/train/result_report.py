@@ -7,7 +7,7 @@ import platform
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
 from itertools import groupby
 from pathlib import Path
@@ -187,7 +187,11 @@ def _plain(axes: Axes) -> None:
 
 
 def _comparison(comparison: Comparison) -> dict[str, Any]:
-    values = asdict(comparison)
-    for side in ("tiled", "untiled"):
-        values[side].pop("timeline")
+    sides = {"tiled": comparison.tiled, "untiled": comparison.untiled}
+    values: dict[str, Any] = {
+        item.name: getattr(comparison, item.name) for item in fields(comparison) if item.name not in sides
+    }
+    for name, side in sides.items():
+        values[name] = {item.name: getattr(side, item.name) for item in fields(side) if item.name != "timeline"}
+        values[name]["phases"] = {str(phase): peak for phase, peak in side.phases.items()}
     return values

@@ -237,6 +237,10 @@ def _read_calls(calls: Any, name: str) -> list[dict[str, Any]]:
     """Tool calls with their arguments as objects, which templates write as JSON; OpenAI's are JSON already."""
     calls = _parsed(calls) if isinstance(calls, str) else calls
     result = []
+    if not isinstance(calls, (list, Mapping)):
+        raise RowError(
+            f"{name!r} holds a tool call that is {type(calls).__name__}, expected an object or a list of them"
+        )
     for call in [calls] if isinstance(calls, Mapping) else calls:
         call = _without_nulls(call)
         function = call.get("function", call) if isinstance(call, Mapping) else {}
@@ -261,7 +265,7 @@ def with_json_arguments(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _with_system(messages: list[dict[str, Any]], row: Mapping[str, Any]) -> list[dict[str, Any]]:
     system = row.get("system") or row.get("system_prompt") or ""
-    if not system.strip():
+    if not isinstance(system, str) or not system.strip():
         return messages
     if messages[0]["role"] not in ("system", "developer"):
         return [{"role": "system", "content": system}, *messages]
@@ -299,11 +303,12 @@ def _read_pair(row: Mapping[str, Any], *, masks_prompt: bool) -> dict[str, Any]:
 def _read_answered(row: Mapping[str, Any], question: str, answer: str) -> dict[str, Any]:
     """Alpaca's columns: joined as LLaMA-Factory joins them, and rendered by the chat template."""
     messages = []
-    for query, response in row.get("history") or []:
-        messages += [{"role": "user", "content": query}, {"role": "assistant", "content": response}]
-    extra = next((row[name] for name in ("input", "context") if row.get(name)), "")
-    text = _text(row, question)
-    messages.append({"role": "user", "content": f"{text}\n{extra}" if extra else text})
+    for turn in row.get("history") or []:
+        if not isinstance(turn, list) or len(turn) != 2:  # of an object, its keys would be trained
+            raise RowError("'history' holds something else than pairs of a question and its answer")
+        messages += [{"role": "user", "content": turn[0]}, {"role": "assistant", "content": turn[1]}]
+    text, extra = _text(row, question), next((name for name in ("input", "context") if row.get(name)), None)
+    messages.append({"role": "user", "content": f"{text}\n{_text(row, extra)}" if extra else text})
     completion = [{"role": "assistant", "content": _text(row, answer)}]
     return {"prompt": _with_system(messages, row), "completion": completion}
 
