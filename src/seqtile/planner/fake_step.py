@@ -320,7 +320,7 @@ def _file_kept_tiles(live: Tracker) -> Iterator[None]:
         live.file(values, KEPT_TILES)
         return values
 
-    MlpPass.kept_value = kept  # type: ignore[method-assign]
+    MlpPass.kept_value = kept  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
