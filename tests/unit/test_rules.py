@@ -19,7 +19,7 @@ from seqtile.integrations.axolotl_checks import check_settings
 from seqtile.integrations.callback import _check_trainer
 from seqtile.options import DEFAULTS, TilingOptions
 from seqtile.planner.accelerators import find_device
-from seqtile.planner.request import Request, check_request
+from seqtile.planner.request import Request, check_request, check_request_combination
 from seqtile.planner.step_config import Lora
 from seqtile.rules import RULES, Combination, ModelFacts, refused
 from seqtile.train.recipe import build_recipe, resolve
@@ -102,14 +102,14 @@ def plan(asked: Combination) -> None:
     options = asked.options
     if asked.recomputes and options.checkpoint is None:
         options = replace(options, checkpoint="full")
-    check_request(
-        Request(
-            "m", LlamaConfig(), find_device("h100"), options=options, engine=str(asked.engine), lora=adapters,
-            gpus=asked.processes or asked.sp_size * asked.cp_size * (2 if asked.engine == "ddp" else 1),
-            nodes=asked.nodes, sp_size=asked.sp_size, cp_size=asked.cp_size, engine_offload=asked.engine_offload,
-            attention=asked.attention or "sdpa",
-        ), asked.max_length,
+    request = Request(
+        "m", LlamaConfig(), find_device("h100"), options=options, engine=str(asked.engine), lora=adapters,
+        gpus=asked.processes or asked.sp_size * asked.cp_size * (2 if asked.engine == "ddp" else 1),
+        nodes=asked.nodes, sp_size=asked.sp_size, cp_size=asked.cp_size, engine_offload=asked.engine_offload,
+        attention=asked.attention or "sdpa",
     )  # fmt: skip
+    check_request(request, asked.max_length)
+    check_request_combination(request, asked.max_length)
 
 
 def given_options(asked: Combination) -> dict[str, Any]:
