@@ -421,7 +421,7 @@ def test_a_hostile_chat_template(
     Path("chat.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
     assert main(["train", "--model", str(hostile), "--dataset", "chat.jsonl", "--max-length", "64"]) == 2
     sentence = capsys.readouterr().err.splitlines()[-1]
-    assert f"chat template cannot be used on these rows ({words}" in sentence
+    assert f"cannot be rendered and tokenised: {words}" in sentence
     assert not Path("made").exists() and not Path("runs").exists()
 
 

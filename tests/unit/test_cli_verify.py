@@ -140,7 +140,7 @@ def test_a_planted_fault_ends_with_1_and_a_name(
         (["--engine", "fsdp2", "--nproc", "1"], "at least 2 processes"),
         (["--model", "missing/"], "neither a local path nor"),
         (["--model", "./missing"], "does not exist"),
-        (["--model", __file__], "is a file"),
+        (["--model", __file__], "holds no config.json"),
     ],
 )
 def test_bad_input_ends_with_2(config: Path, flags: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -148,7 +148,8 @@ class Rank:
         """Whether this rank saves by itself, if its settings are the first one's."""
         self.set_local_rank(local_rank)
         arguments = SimpleNamespace(save_on_each_node=False)
-        data = SimpleNamespace(rows=self.datasets.Dataset.from_dict({"text": self.rows}), arguments=arguments)
+        train = SimpleNamespace(rows=self.datasets.Dataset.from_dict({"text": self.rows}))
+        data = SimpleNamespace(sets={"train": train}, arguments=arguments)
         agree(build_recipe({**self.values, **changes}, {})[0], data, self.start)  # type: ignore[arg-type]
         return arguments.save_on_each_node
 

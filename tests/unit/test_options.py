@@ -327,7 +327,7 @@ def test_records_are_values() -> None:
 
 
 def test_flags_come_where_the_command_has_its_options() -> None:
-    @takes_options("plan", more={"tile": ", or none"})
+    @takes_options("plan", suffixes={"tile": ", or none"})
     def command(first: int = 1, options: Any = None, last: int = 2) -> None:
         """Help."""
 
