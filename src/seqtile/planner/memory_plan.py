@@ -345,7 +345,7 @@ class Planner:
         """
         grain = SHORT * self.request.split
         shortest = max(grain, self.least)
-        reference = max(start or self._beyond, shortest)
+        reference = max(min(start or self._beyond, max_positions(self.request.config) or LONGEST), shortest)
         fitting = 0  # the longest that holds with tiles of its own
         for _ in range(MOST_FITS):
             lines = self.lines(reference)
@@ -357,7 +357,7 @@ class Planner:
             # The tiles of a long sequence are too large for a short one, which may fit where no long one does.
             if not length and (reference <= shortest or self.at_least(1) > self.request.device.memory):
                 break
-            reference = max(length // self.request.split * self.request.split, shortest)
+            reference = length // self.request.split * self.request.split or shortest
         return fitting, self.lines(fitting or reference)
 
     def _furthest(self, holds: Callable[[int], bool]) -> int:
