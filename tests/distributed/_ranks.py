@@ -19,6 +19,10 @@ def trainer(model_path: Path, output: Path) -> Any:
     from trl import SFTConfig
 
     import seqtile
+    from seqtile.train.data import Loaded
+    from seqtile.train.read_data import Data
+    from seqtile.train.rendered_rows import RowSet
+    from seqtile.train.row_formats import RowFormat
     from seqtile.train.trainer import Trainer
 
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
@@ -29,9 +33,9 @@ def trainer(model_path: Path, output: Path) -> Any:
         bf16=False, gradient_checkpointing=False, max_steps=4, seed=0,
     )  # fmt: skip
     rows = Dataset.from_list(tiny_run.text_rows())
-    return Trainer(
-        model=model, args=config, train_dataset=rows, processing_class=AutoTokenizer.from_pretrained(model_path)
-    )
+    row_set = RowSet(Loaded("texts", rows), rows, RowFormat(("text",), ("text",)), rows.select([0]), [0])
+    data = Data(config, {"train": row_set}, None)
+    return Trainer(data, model=model, processing_class=AutoTokenizer.from_pretrained(model_path))
 
 
 def losses(one: Any) -> list[float]:
