@@ -27,9 +27,11 @@ def table(name: str) -> str:
     """Markdown of one ladder: the command, its date and versions, and a line for each rung."""
     rungs = rows(name)
     first = rungs[0]
+    # Rows keep the command that made them, which was part of `seqtile` then.
+    command = first["command"].replace("seqtile bench ladder", "python benchmarks/technique_ladder.py")
     versions = ", ".join(f"{one} {first['versions'][one].partition('+')[0]}" for one in ("torch", "transformers"))
     lines = [
-        f"`{first['command']}`, {first['date'][:10]}, {versions}; rows in "
+        f"`{command}`, {first['date'][:10]}, {versions}; rows in "
         f"`benchmarks/results/{name}.jsonl`:", "",
         "| rung | longest sequence | of the checkpoints, on the host | limited by | TFLOP/token | us/token "
         f"| us/token at {first['common']['tokens']:,} |",
