@@ -286,7 +286,7 @@ assert seqtile.tile_module(torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.
 
 def test_the_library_needs_torch_and_transformers_alone() -> None:
     assert loaded(WITHOUT + LIBRARY, EXTRAS - {"yaml"}) == set()
-    assert loaded(LIBRARY, {"typer", "pydantic", "rich"}) == set()
+    assert loaded(LIBRARY, {"typer", "pydantic"}) == set()
 
 
 def test_the_command_of_a_plain_install_is_one_sentence() -> None:

@@ -102,7 +102,9 @@ class HeadWise(Installed):
             return ()
         module = self.module
         attention = attention_kind(module) or ""
-        cached, differentiated = any(named.get(name) is not None for name in CACHE_ARGUMENTS), False
+        cached = differentiated = False
+        for name in CACHE_ARGUMENTS:
+            cached |= named.get(name) is not None
         for value in values:
             cached |= hasattr(value, "get_seq_length")
             differentiated |= isinstance(value, Tensor) and value.requires_grad
