@@ -379,8 +379,9 @@ def test_a_mask_that_short_rows_do_not_have_is_planned() -> None:
     [
         ("llama-8b", {"offload": True, "engine_offload": ("weights",), "engine": "zero3", "gpus": 8}),
         ("llama-8b", {"batch": 3, "optimizer": "adafactor", "engine": "zero3", "gpus": 8}),
+        ("llama-1b", {"keep": 0.5, "lora": Lora(16), "optimizer": "adafactor", "precision": "bfloat16"}),
     ],
-    ids=["offload", "three rows"],
+    ids=["offload", "three rows", "kept tiles"],
 )
 def test_the_longest_fits_where_its_own_tiles_fit_less(model: str, changes: dict[str, Any]) -> None:
     """With the tiles of the longest more is held than with those of the length that was looked at before it."""

@@ -168,10 +168,10 @@ def test_one_layer_of_each_kind_stands_for_all_of_them(architecture: str, how: d
     assert len(depths.samples) > 1 and sum(len(sample.layers) for sample in depths.samples) <= depths.layers
     whole = fake_step(config, changes, LENGTH)
     planned = fit_lines(config, changes, depths, [LENGTH], None).at(LENGTH)
-    assert planned.keys() & whole.peaks.keys()
+    if transformers.__version__.startswith("5.0."):  # there a part is in the short model alone, and not at the peak
+        planned = {phase: terms for phase, terms in planned.items() if phase in whole.peaks}
     for phase, terms in planned.items():
-        if phase in whole.peaks:  # transformers 5.0 with torch 2.11 has a part in the short model alone
-            assert sum(terms.values()) == pytest.approx(whole.peaks[phase].total, rel=1e-2), phase
+        assert sum(terms.values()) == pytest.approx(whole.peaks[phase].total, rel=1e-2), phase
     assert max(sum(terms.values()) for terms in planned.values()) == pytest.approx(whole.peak, rel=1e-3)
 
 
