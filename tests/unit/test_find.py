@@ -7,6 +7,7 @@ from transformers import AutoModelForCausalLM
 
 import seqtile
 from seqtile.recognise.candidates import find_blocks
+from seqtile.recognise.decoder_layers import decoder_layers
 from watching import rows_of
 from zoo import (
     ARCHITECTURES,
@@ -87,6 +88,22 @@ def test_only_the_language_part_of_a_vision_language_model() -> None:
     assert_same_gradients(got, expected)
     named = seqtile.apply(model, tile=5, only="*visual.blocks.0.mlp")
     assert [block.name for block in named.blocks] == ["model.visual.blocks.0.mlp"]
+
+
+@pytest.mark.parametrize("by_class", [False, True], ids=["by name", "by class"])
+def test_prediction_heads_are_left_alone_and_named(by_class: bool) -> None:
+    """MTP: DeepSeek V3, GLM 4.5 and Qwen3-Next have them below `mtp`, Ling in the list of layers."""
+    model = causal_lm("llama")
+    layer = type(model.model.layers[0])
+    head = type("LlamaMTPLayer" if by_class else layer.__name__, (layer,), {})(model.config, 2)
+    model.model.layers.append(head) if by_class else model.model.add_module("mtp", nn.ModuleList([head]))
+    name = "model.layers.2" if by_class else "model.mtp"
+    report = seqtile.apply(model, tile=5, heads=1)
+    assert [block.name for block in report.blocks] == [f"model.layers.{n}.mlp" for n in range(2)]
+    assert [left.name for left in report.left if "multi-token-prediction head" in left.why] == [name]
+    assert not any("forward" in module.__dict__ for module in head.modules()) and len(decoder_layers(model)) == 2
+    only = seqtile.apply(model, tile=5, only=f"{name}*")
+    assert [block.module for block in find_blocks(model, everything=True)[0]][2:] == [head.mlp] and only.tiled == 1
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpoint"])

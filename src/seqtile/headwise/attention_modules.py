@@ -32,8 +32,8 @@ from seqtile.devices import one_thread
 from seqtile.engines.flat import ParameterSwap, call_with_weights, named_weights
 from seqtile.engines.zero3 import whole_shape
 from seqtile.ops.attention.group_core import HeadGroup
-from seqtile.recognise.candidates import LayerTraces, Left, is_per_row
-from seqtile.recognise.decoder_layers import ATTENTION_MIXER, kind_of, looks_like_attention
+from seqtile.recognise.candidates import PREDICTION_HEAD, LayerTraces, Left, is_per_row
+from seqtile.recognise.decoder_layers import ATTENTION_MIXER, is_prediction_head, kind_of, looks_like_attention
 from seqtile.recognise.known_code import is_known
 from seqtile.recognise.known_functions import with_twins
 from seqtile.recognise.known_kernels import twin_of
@@ -101,6 +101,9 @@ def find_attention(model: nn.Module) -> tuple[list[Attention], list[Left]]:
             for earlier in [earlier.name for earlier in attention] + [earlier.name for earlier in left]
         )
         linears = sum(linear_widths(child) is not None for child in module.children())
+        if not inside and is_prediction_head(name, module):
+            left.append(Left(name, type(module).__name__, PREDICTION_HEAD))
+            continue
         if inside or linears < 2 or not looks_like_attention(name, module):
             continue
         if kind_of(name.rpartition(".")[2], module) not in ("", ATTENTION_MIXER):  # a state, by whatever name

@@ -66,7 +66,8 @@ def apply(
             tokens per tile; ``"shards:N"``, N tiles; ``"arctic"``, ``ceil(tokens / hidden)`` tiles, the rule of
             arXiv 2506.13996; ``"memory:1GiB"``, the largest tile whose working set fits.
         only: the blocks to tile: a qualified name, a pattern (``"*.layers.0.*"``), several of them, or a predicate
-            ``(name, module) -> bool``. Without it, every block outside vision and audio towers.
+            ``(name, module) -> bool``. Without it, every block outside vision and audio towers and
+            multi-token-prediction heads.
         trust: blocks to tile although nothing could be proven of them, named as for ``only``: their caller knows that
             they treat every token by itself and keep no state. The report names the blocks that this is about. A block
             that was seen to mix tokens is left alone all the same.
@@ -149,7 +150,7 @@ def apply_options(model: nn.Module, options: TilingOptions) -> Report:
         heads = install_heads(model, options.heads, attention, left_attention)
         loss, checkpointing = rest.install(model)
         state, left_states = install_state(model, options.state)
-    left = [*left, *left_attention, *left_states]
+    left = [*dict.fromkeys([*left, *left_attention, *left_states])]  # a prediction head once
     report = Report(tiled, tuple(left), len(blocks), keep, weakref.ref(model), heads, loss, checkpointing, rows, state)
     if logger.isEnabledFor(logging.WARNING):
         _warn_of_versions()

@@ -14,7 +14,7 @@ from seqtile._compat import children_of, parameters_of
 from seqtile._errors import UserError
 from seqtile.engines.granularity import refuse_gathering_inside
 from seqtile.recognise.chain import Chain, inputs_of
-from seqtile.recognise.decoder_layers import NOT_LANGUAGE, looks_like_attention, named_state
+from seqtile.recognise.decoder_layers import NOT_LANGUAGE, is_prediction_head, looks_like_attention, named_state
 from seqtile.recognise.known_code import custom_code, is_known_module
 from seqtile.recognise.known_kernels import tiled_by_liger
 from seqtile.recognise.layer_parts import (
@@ -35,6 +35,7 @@ LOOKED_FOR = (
     "experts with 3-D weights, or such linear layers called one after another in a layer"
 )
 
+PREDICTION_HEAD = "multi-token-prediction head; name its blocks in only= to tile them"
 
 Trusted = Callable[[str, nn.Module], bool]
 
@@ -108,7 +109,7 @@ def find_blocks(
 
     Args:
         model: any module tree; nothing in it is changed.
-        everything: also blocks of vision and audio towers, which are left alone otherwise.
+        everything: also blocks of vision and audio towers and of prediction heads, which are left alone otherwise.
         trusted: whether the caller vouches for a block that cannot be proven.
 
     Returns:
@@ -122,8 +123,12 @@ def find_blocks(
     for name, module in modules.items():
         if inside and f"{name}.".startswith(inside):
             continue
-        candidate = _classify(name, module, traces)
         class_name = type(module).__name__
+        if not everything and is_prediction_head(name, module):
+            left.append(Left(name, class_name, PREDICTION_HEAD))
+            inside = f"{name}."
+            continue
+        candidate = _classify(name, module, traces)
         if candidate is None and (why := _unread(name, module)):
             candidate = _vouched(name, module) if trusted(name, module) else None
             custom = custom_code([module]) if children_of(module) else ""

@@ -40,6 +40,9 @@ _LAYER_CLASS = re.compile(r"(Layer|Block)$")
 NOT_LANGUAGE = re.compile(r"(^|\.)(visual|vision|image|audio|speech|vq)[^.]*(\.|$)")
 """Names of the parts of a model that see pictures or sound."""
 
+_PREDICTION_NAME = re.compile(r"(^|_)(mtp|nextn|multi_token_pred)", re.IGNORECASE)
+_PREDICTION_CLASS = re.compile(r"(MTP|Mtp|NextN|MultiTokenPrediction)(Layer|Block|Head|Module|Predictor|Model)?$")
+
 
 @dataclass(frozen=True)
 class Mixer:
@@ -85,7 +88,7 @@ class DecoderLayer:
 
 
 def decoder_layers(model: nn.Module) -> list[DecoderLayer]:
-    """The decoder layers of ``model`` in module order, those of vision and audio towers left out.
+    """The decoder layers of ``model`` in module order, those of vision and audio towers and of prediction heads (MTP) left out.
 
     Args:
         model: a language model, PEFT's wrapper or not; its weights may be on the meta device.
@@ -98,6 +101,12 @@ def decoder_layers(model: nn.Module) -> list[DecoderLayer]:
         parents = dict.fromkeys(name.rpartition(".")[0] for name, _ in _mixers("", model))
         layers = [_layer(name, model.get_submodule(name)) for name in parents if not NOT_LANGUAGE.search(name)]
     return layers
+
+
+def is_prediction_head(name: str, module: nn.Module) -> bool:
+    """Whether a part of a model predicts tokens beyond the next one (multi-token prediction, MTP), by name or class."""
+    by_name = _PREDICTION_NAME.search(name.rpartition(".")[2])
+    return bool(name and (by_name or _PREDICTION_CLASS.search(type(module).__name__)))
 
 
 def states_of(model: nn.Module) -> dict[str, list[str]]:
@@ -147,10 +156,11 @@ def _named_state(class_name: str) -> str:
 def _in_lists(prefix: str, module: nn.Module) -> Iterator[DecoderLayer]:
     for name, child in module.named_children():
         full = f"{prefix}.{name}".lstrip(".")
-        if NOT_LANGUAGE.search(full):
+        if NOT_LANGUAGE.search(full) or is_prediction_head(full, child):
             continue
         if isinstance(child, nn.ModuleList):
-            layers = [_layer(f"{full}.{number}", entry) for number, entry in child.named_children()]
+            entries = {f"{full}.{number}": entry for number, entry in child.named_children()}
+            layers = [_layer(name, entry) for name, entry in entries.items() if not is_prediction_head(name, entry)]
             if any(layer.mixers for layer in layers):
                 yield from layers
                 continue
