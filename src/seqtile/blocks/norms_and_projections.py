@@ -1,22 +1,34 @@
 """Other position-wise parts of a layer: norms outside the MLP's tile, and attention's projections.
 
-A norm written in Python keeps its input and the normalised states in fp32 until its backward; in tiles it keeps its
-input, which the residual connection holds anyway. A projection keeps its input alone, so that tiles free nothing there,
-unless an adapter casts the input or drops parts of it: then each projection keeps a copy of its own.
+A norm written in Python makes ten passes over fp32 tensors, and keeps its input and the normalised states in fp32 until
+its backward. On accelerators one of a known formula runs whole, as one kernel (:class:`KernelNorm`); elsewhere it runs
+as it is, or in tiles, where it keeps its input alone. A projection keeps its input alone, so that tiles free nothing
+there, unless an adapter casts the input or drops parts of it: then each projection keeps a copy of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+import torch
 from torch import nn
 
-from seqtile.blocks.instance import Setting, TiledForward
+from seqtile._compat import in_forward_mode, transform_level
+from seqtile.blocks.instance import Setting, TiledForward, inside_a_tile, mode_of
+from seqtile.blocks.layer import TiledLayer
+from seqtile.counting.fake import PLAIN
 from seqtile.engines.zero3 import mark_leaf, whole_shape
-from seqtile.recognise.candidates import Candidate, is_per_row
-from seqtile.recognise.decoder_layers import looks_like_attention
+from seqtile.ops.fused_norm import fused_norm
+from seqtile.ops.norm import BY_DEVICE, NORM_KERNELS
+from seqtile.ops.rng import RowWise
+from seqtile.recognise.candidates import Candidate, Left, Trusted, expected_mode, is_per_row
+from seqtile.recognise.chain import Chain
+from seqtile.recognise.decoder_layers import decoder_layers, looks_like_attention
 from seqtile.recognise.known_kernels import own_forward
+from seqtile.recognise.live_weights import row_wise
+from seqtile.recognise.proof import for_training, prove
 from seqtile.recognise.widths import linear_widths
 from seqtile.tiling import KeepRule, TileRule
 
@@ -32,6 +44,47 @@ class TiledRows(TiledForward):
     """``forward`` of a norm or a projection over tiles of tokens: a norm of a known formula by its own operator."""
 
 
+class KernelNorm(TiledRows):
+    """``forward`` of a norm outside the MLP's tile: one kernel where the device has one, else the norm's own."""
+
+    _gave_up: bool | None = None
+
+    def note(self) -> str:
+        return "one kernel on accelerators"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        operands = None
+        if not torch.compiler.is_compiling():
+            self.refuse_copies()
+            operands = self.operands(args[0]) if len(args) == 1 and not kwargs else None
+        if operands is None:
+            return self.original(*args, **kwargs)
+        norm, dtype = operands
+        return fused_norm(args[0], norm, dtype, (args[0].shape[:-1].numel(),))
+
+    def operands(self, x: Any) -> tuple[RowWise, torch.dtype] | None:
+        """The live weights with their formula, and the dtype of the result; None where no kernel computes ``x``."""
+        kernels = BY_DEVICE.get(x.device.type, NORM_KERNELS) if type(x) in PLAIN and x.numel() else None
+        if kernels is None or inside_a_tile() or self.plainly is not None or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+            return None
+        if x.is_nested or transform_level() is not None or in_forward_mode():
+            return None
+        if self._gave_up is None:  # for good: a checkpoint's recompute must not take another way than its forward
+            self._gave_up = kernels.failed
+        if self._gave_up:
+            return None
+        verdict = self.verdict(Chain(((self.setting.name, self.module),)), mode_of((x,)))
+        proof = verdict.proof
+        if proof.norm is None or proof.graph is None:
+            self._log_untiled(proof.why_not or OTHER_FORMULA)
+            return None
+        norm = row_wise(self.module, proof.norm, runs_hooks=True)
+        return None if isinstance(norm, str) else (norm, proof.graph.outputs[2][2])
+
+
+OTHER_FORMULA = "it computes another formula than the norms that have a kernel"
+
+
 @dataclass(frozen=True)
 class Rows:
     """A norm or a projection to tile: its name, the module, and the widths of its input and output."""
@@ -44,6 +97,69 @@ class Rows:
     @property
     def is_norm(self) -> bool:
         return linear_widths(self.module) is None
+
+
+def find_norms(
+    model: nn.Module, blocks: Sequence[Candidate], trusted: Trusted, *, whole: bool
+) -> tuple[list[Rows], list[Left]]:
+    """Norms of the layers around ``blocks`` that have a kernel, and those that have none.
+
+    Those of the hidden states outside the blocks' tiles, and those of queries and keys.
+
+    Args:
+        model: the model, its blocks tiled already.
+        blocks: position-wise blocks; their layers are looked through.
+        trusted: whether the caller vouches for custom code.
+        whole: also the layers without a block, and norms beside the list of layers, such as the one before the head.
+    """
+    norms: list[Rows] = []
+    left: list[Left] = []
+    modules = dict(model.named_modules())
+    every_layer = [layer.name for layer in decoder_layers(model)] if blocks else []
+    layers = dict.fromkeys(every_layer, blocks[0].hidden) if whole and blocks else {}
+    for block in blocks:  # a group of experts is not a child of its decoder layer
+        around = next((layer for layer in every_layer if block.name.startswith(f"{layer}.")), block.layer)
+        layers |= {around: block.hidden} if around else {}
+    beside = {layer.rpartition(".")[0].rpartition(".")[0]: width for layer, width in layers.items()} if whole else {}
+    inside = tuple(f"{block.name}." for block in blocks if block.name)
+    in_tiles = {
+        f"{block.layer}.{child}".lstrip(".")
+        for block in blocks
+        if isinstance(forward := modules[block.layer].__dict__.get("forward"), TiledLayer)
+        for child in forward.names
+    }
+    for name, module in modules.items():
+        class_name, parent = type(module).__name__, name.rpartition(".")[0]
+        if "norm" not in class_name.lower() or type(module).__module__.startswith(FUSED_NORMS):
+            continue
+        if name in in_tiles or name.startswith(inside) or own_forward(module) is not None:
+            continue
+        widths = {tuple(whole_shape(weight)) for weight in module.parameters()}
+        if len(widths) != 1 or len(width := widths.pop()) != 1 or next(module.children(), None) is not None:
+            continue
+        hidden = beside.get(parent) or next((w for layer, w in layers.items() if name.startswith(f"{layer}.")), None)
+        if hidden is None or (width != (hidden,) and not looks_like_attention(parent, modules[parent])):
+            continue
+        chain = Chain(((name, module),))
+        trusts = trusted(name, module)
+        with for_training(model):
+            proof = prove(chain, expected_mode(chain, width[0]), trusted=trusts)
+        if proof.norm is not None:
+            norms.append(Rows(name, module, *width, *width))
+        elif proof.custom or width == (hidden,):  # a norm with a gate is another function
+            why = f"{proof.why_not or OTHER_FORMULA}, and runs as it is"
+            left.append(Left(name, class_name, why, bool(proof.why_not) and not proof.refuted, proof.custom))
+    return norms, left
+
+
+def install_norms(norms: Iterable[Rows], trusted: Trusted) -> None:
+    """Have each norm run by its kernel where it is on a device that has one."""
+    for norm in norms:
+        setting = Setting(
+            TileRule("auto"), KeepRule("share", 0.0, 1), "auto", norm.hidden, norm.width, name=norm.name,
+            trusted=trusted(norm.name, norm.module),
+        )  # fmt: skip
+        KernelNorm(norm.module, setting).install()
 
 
 def find_rows(model: nn.Module, blocks: Sequence[Candidate], besides: Sequence[str], *, whole: bool) -> list[Rows]:
@@ -106,6 +222,11 @@ def tile_rows(rows: Iterable[Rows], rule: TileRule, path: str = "auto") -> None:
         tiled.install()
         tiled.check()
         mark_leaf(row.module)
+
+
+def norms_by_kernel(model: nn.Module) -> int:
+    """Count the norms outside the tiles that run by a kernel where the device has one."""
+    return sum(isinstance(module.__dict__.get("forward"), KernelNorm) for module in model.modules())
 
 
 def adapted_since(model: nn.Module) -> int:

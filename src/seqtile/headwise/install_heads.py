@@ -21,6 +21,7 @@ from seqtile._errors import UserError
 from seqtile._log import first_rank_logger
 from seqtile.blocks.instance import Installed
 from seqtile.blocks.layer import NormedAttention, TiledLayer
+from seqtile.blocks.norms_and_projections import KernelNorm
 from seqtile.engines.flat import ParameterSwap, call_with_weights
 from seqtile.engines.zero3 import mark_leaf
 from seqtile.engines.zero12 import reduces_as_they_arrive
@@ -35,7 +36,7 @@ from seqtile.headwise.attention_modules import (
 from seqtile.ops.attention.group_core import Groups, HeadGroup, cut_heads, in_groups
 from seqtile.ops.attention.head_groups import HeadWeights, head_wise
 from seqtile.ops.linear import Projection
-from seqtile.ops.rng import Autocast
+from seqtile.ops.rng import Autocast, RowWise
 from seqtile.recognise.candidates import Left
 from seqtile.recognise.decoder_layers import states_of
 from seqtile.recognise.known_functions import twins_for
@@ -195,7 +196,11 @@ class HeadWise(Installed):
             if isinstance(projection, str):
                 return projection
             projections.append(projection)
-        norm_rows = row_wise(norm) if norm is not None else None
+        norm_rows: RowWise | str | None = None
+        if norm is not None:
+            stand_in = norm.__dict__.get("forward")
+            operands = stand_in.operands(x) if isinstance(stand_in, KernelNorm) else None
+            norm_rows = row_wise(norm) if operands is None else operands[0]
         if isinstance(norm_rows, str):
             return norm_rows
         if differ_in_dtype(projections):

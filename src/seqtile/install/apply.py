@@ -18,7 +18,16 @@ from seqtile._compat import is_tiled_by_unsloth, untested
 from seqtile._errors import UserError, expect_module
 from seqtile.blocks.instance import Installed, Setting, TiledForward, installed_forwards, logger
 from seqtile.blocks.layer import TiledLayer, TiledPair
-from seqtile.blocks.norms_and_projections import ROWS_AUTO, TiledRows, find_rows, tile_rows, words_for
+from seqtile.blocks.norms_and_projections import (
+    ROWS_AUTO,
+    KernelNorm,
+    TiledRows,
+    find_norms,
+    find_rows,
+    install_norms,
+    tile_rows,
+    words_for,
+)
 from seqtile.checkpointing.policies import standing_checkpointing
 from seqtile.devices import device_bytes
 from seqtile.engines.granularity import refuse_wrapped
@@ -72,8 +81,10 @@ def apply(
             they treat every token by itself and keep no state. The report names the blocks that this is about. A block
             that was seen to mix tokens is left alone all the same.
         blocks: ``"mlp+norm"``: the norm before the MLP runs in the tile too, so that no copy of the whole hidden
-            states is made in its precision; ``"mlp"``: only what the tile needs; ``"auto"``: ``"mlp+norm"``. A norm
-            or dropout after the MLP is in the tile in any case, since its input would be recomputed otherwise.
+            states is made in its precision; ``"mlp"``: only what the tile needs; ``"auto"``: ``"mlp+norm"``, and the
+            norms outside the tile (before attention, of queries and keys, before the head) run as one kernel each on
+            accelerators, if their formula is known and no other library's kernel runs them. A norm or dropout after
+            the MLP is in the tile in any case, since its input would be recomputed otherwise.
             ``"mlp+norm+projections"``: also the other norms of those layers and the one before the head, and
             attention's projections, each in tiles of its own. ``"none"``: no block, for ``loss``,
             ``checkpoint``, ``offload`` and ``heads`` alone.
@@ -140,13 +151,22 @@ def apply_options(model: nn.Module, options: TilingOptions) -> Report:
     keep = with_free_memory(options.keep_rule(count), model, count)
     with rest.replacing(model), replacing(model):
         tiled = tuple([_tile(model, block, keep, options) for block in chosen])
-        rows = ""
+        rows, whole = "", len(chosen) == len(blocks)
         if options.blocks == WHOLE_LAYER:
             norms = [f"{module.layer}.{module.norm}".strip(".") for module in attention if module.norm]
             head_wise = [*(module.name for module in attention), *norms]
-            found_rows = find_rows(model, chosen, head_wise, whole=len(chosen) == len(blocks))
+            found_rows = find_rows(model, chosen, head_wise, whole=whole)
             tile_rows(found_rows, ROWS_AUTO if options.tile_rule.kind == "auto" else options.tile_rule, options.path)
             rows = words_for(found_rows)
+        if options.blocks in ("auto", WHOLE_LAYER) and options.path != "generic":
+
+            def trusted(name: str, module: nn.Module) -> bool:
+                return options.trust is not None and _matches(options.trust, name, module)
+
+            kernel_norms, left_norms = find_norms(model, chosen, trusted, whole=whole)
+            # A norm in tiles of its own keeps those, and one that accelerate moves (device_map) its hook.
+            install_norms([norm for norm in kernel_norms if "forward" not in norm.module.__dict__], trusted)
+            left = [*left, *left_norms]
         heads = install_heads(model, options.heads, attention, left_attention)
         loss, checkpointing = rest.install(model)
         state, left_states = install_state(model, options.state)
@@ -265,7 +285,11 @@ def undo(model: nn.Module) -> int:
 
 def tiled_names(model: nn.Module) -> set[str]:
     """Qualified names that :func:`apply` gave the blocks it tiled, of those whose tiles still run."""
-    return {forward.setting.name for forward in installed_forwards(model) if not _is_of_owner(forward)}
+    return {
+        forward.setting.name
+        for forward in installed_forwards(model)
+        if not _is_of_owner(forward) and not isinstance(forward, KernelNorm)
+    }
 
 
 def carries(model: nn.Module) -> bool:

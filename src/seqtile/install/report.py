@@ -11,7 +11,7 @@ from torch import nn
 from seqtile._compat import attention_kind, early_stop
 from seqtile._sentences import PrintsAsSentence
 from seqtile.blocks.instance import Installed
-from seqtile.blocks.norms_and_projections import adapted_since
+from seqtile.blocks.norms_and_projections import adapted_since, norms_by_kernel
 from seqtile.checkpointing.keep_attention import wide_heads
 from seqtile.checkpointing.reentrant import is_reentrant, shares_keys
 from seqtile.install.loss_and_checkpoints import rest_notes
@@ -88,6 +88,12 @@ class Report(PrintsAsSentence):
         return len(self.blocks)
 
     @property
+    def norms(self) -> int:
+        """Number of norms outside the tiles that now run as one kernel where the device has one."""
+        model = self._model()
+        return 0 if model is None else norms_by_kernel(model)
+
+    @property
     def notes(self) -> tuple[str, ...]:
         """Notes for the user, from the model as it is now: costs of its activation checkpointing,
         and layers with a state that a trial at their first call left whole."""
@@ -147,7 +153,8 @@ class Report(PrintsAsSentence):
         tiles = " or ".join(dict.fromkeys(block.tile for block in self.blocks))
         paths = " and ".join(dict.fromkeys(block.path for block in self.blocks))
         rows = self.rows and f"{self.rows} in tiles of their own"
-        done = [plurals for plurals in (rows, self.heads, self.state, self.loss, self.checkpointing) if plurals]
+        norms = self.norms and f"{self.norms} other norms as one kernel each on accelerators"
+        done = [text for text in (norms, rows, self.heads, self.state, self.loss, self.checkpointing) if text]
         if not self.blocks and not done and self.left:
             first, others = self.left[0], len(self.left) - 1
             done = [f"tiled nothing: {first.name} ({first.class_name}): {first.why}"]

@@ -94,5 +94,3 @@ class _FusedNorm(torch.autograd.Function):
             None if dx is None else dx.view(x.shape),
             *(None if total is None else total.result() for total in sums),
         )
-        of_weights = (None if total is None else total.result() for total in sums)
-        return None, None if dx is None else dx.view(x.shape), *of_weights

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
+import torch
 from torch import nn
 
 from seqtile._compat import parameters_of
@@ -130,6 +131,8 @@ def looks_like_attention(name: str, module: nn.Module) -> bool:
 
 def kind_of(name: str, module: nn.Module) -> str:
     """The kind of mixer that a module is, "" if it is none."""
+    if isinstance(module, torch.jit.ScriptModule):  # whose parameters are in no dictionary
+        return ""
     if state := named_state(module):
         return state
     convolutions = [child for child in module.children() if isinstance(child, nn.Conv1d)]
@@ -184,6 +187,8 @@ def _mixers(prefix: str, module: nn.Module) -> Iterator[tuple[str, str]]:
 
 def _is_linear_layer(module: nn.Module) -> bool:
     """A linear layer of any class: transformers' Conv1D, packed and adapted ones too."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return False
     weight = parameters_of(module).get("weight")
     return weight is not None and weight.dim() == 2 and not isinstance(module, nn.Embedding)
 

@@ -7,6 +7,7 @@ the operator computes (:mod:`seqtile.recognise.formula`); weights that a trace c
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from seqtile._compat import HOOKS
 from seqtile.counting.fake import PLAIN
-from seqtile.engines.flat import call_with_weights, named_weights
+from seqtile.engines.flat import ParameterSwap, call_with_weights, named_weights
 from seqtile.ops.linear import Adapter, Packed, Projection
 from seqtile.ops.norm import NormFormula
 from seqtile.ops.rng import RowWise
@@ -47,14 +48,16 @@ def foreign_hooks(module: nn.Module) -> Iterator[Any]:
                 yield hook
 
 
-def row_wise(norm: nn.Module, formula: NormFormula | None = None) -> RowWise | str:
-    """A norm that runs inside the tile of the fused operator, or why it cannot.
+def row_wise(norm: nn.Module, formula: NormFormula | None = None, *, runs_hooks: bool = False) -> RowWise | str:
+    """A norm for the operators that compute one, or why none can.
 
     Args:
         norm: the module.
         formula: its proven formula, if known.
+        runs_hooks: whether the norm's own call runs its hooks, around the operator (ZeRO-3 gathers weights there).
     """
-    if has_hooks(norm) or ("forward" in norm.__dict__ and own_forward(norm) is not None and not has_twin(norm)):
+    own = own_forward(norm)
+    if (has_hooks(norm) and not runs_hooks) or (own is not None and not has_twin(norm)):
         return f"{type(norm).__name__} has hooks"
     live = dict(named_weights(norm))
     if next(norm.children(), None) is not None:
@@ -64,10 +67,13 @@ def row_wise(norm: nn.Module, formula: NormFormula | None = None) -> RowWise | s
             return f"{type(norm).__name__} is no row-wise norm"
         if reason := _unusable(weight):
             return f"{type(norm).__name__}: {reason}"
-    names = tuple(live)
+    names = [f"0.{name}" for name in live]
+    # Below seqtile's stand-in, which would run the operator once more where the kernel has failed, without end.
+    forward = own or partial(type(norm).forward, norm)
 
     def function(rows: Tensor, weights: Sequence[Tensor]) -> Tensor:
-        return call_with_weights(norm, dict(zip(names, weights, strict=True)), (rows,))  # type: ignore[no-any-return]
+        live_weights = dict(zip(names, weights, strict=True))
+        return call_with_weights(ParameterSwap((norm,)), live_weights, (forward, rows))  # type: ignore[no-any-return]
 
     return RowWise(function, tuple(live.values()), formula)
 
