@@ -17,6 +17,7 @@ from seqtile.checkpointing.reentrant import is_reentrant, shares_keys
 from seqtile.install.loss_and_checkpoints import rest_notes
 from seqtile.ops.attention.backends import attention_sentences, rotary_sentences
 from seqtile.recognise.candidates import Left
+from seqtile.recognise.known_kernels import parts_by_liger
 from seqtile.state.tiled_state import refusals
 from seqtile.tiling import KeepRule
 
@@ -138,6 +139,8 @@ class Report(PrintsAsSentence):
             further += attention_sentences(frozenset().union(*ran))
         if model is not None:
             further = [*further, *refusals(model), *rotary_sentences(model)]
+            if by_liger := parts_by_liger(model):
+                further.append(f"Liger's kernels run the {' and the '.join(by_liger)}")
             if adapted := adapted_since(model):
                 further.append(
                     f"adapters were put around {adapted} projections after they were tiled, and run whole; call "

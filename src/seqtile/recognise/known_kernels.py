@@ -8,6 +8,7 @@ known, and no library is imported. ``tests/numerics/test_known_kernels.py`` comp
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeVar
@@ -73,6 +74,19 @@ def twin_of(module: nn.Module) -> nn.Module | None:
 def has_twin(module: nn.Module) -> bool:
     """Whether the table has an entry for the module's forward."""
     return _forward_name(module) in _TWINS
+
+
+def parts_by_liger(model: nn.Module) -> list[str]:
+    """Which of rotary embedding and norms Liger's kernels run in a model, on the instances or by its modules' names."""
+    homes = {type(module).__module__ for module in model.modules()}
+    functions = [getattr(sys.modules.get(home), "apply_rotary_pos_emb", None) for home in homes]
+    rotary = any(str(getattr(function, "__module__", "")).startswith("liger_kernel.") for function in functions)
+    norms = any(
+        _forward_name(module).startswith("liger_kernel.")
+        for module in model.modules()
+        if "norm" in type(module).__name__.lower()
+    )
+    return ["rotary embedding"] * rotary + ["norms"] * norms
 
 
 def tiled_by_liger(module: nn.Module) -> bool:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import re
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
@@ -12,12 +14,14 @@ from typing import TYPE_CHECKING, Any
 from seqtile._errors import UserError
 from seqtile._log import first_rank_logger
 from seqtile.checkpointing.reentrant import shares_keys
+from seqtile.devices import device_type
 from seqtile.engines.sequence_parallel import refuse_split_states, why_no_ring
 from seqtile.planner.model_shapes import max_positions as max_positions
 from seqtile.planner.model_shapes import towers_of
 from seqtile.planner.phases import causal_model as causal_model
 from seqtile.planner.rope_scaling import lift, scale_positions
 from seqtile.recognise.decoder_layers import states_of
+from seqtile.recognise.known_code import is_known
 from seqtile.rules import ModelFacts, check_combination
 from seqtile.train import demo
 from seqtile.train.check_early import existing_model
@@ -123,6 +127,38 @@ def tile(model: Any, recipe: Recipe, checkpoint: str | None = None) -> Report | 
         return None
     report = apply_options(model, options)
     return report if options.tiled else None
+
+
+WANTED_OF_LIGER = ("rope", "rms_norm", "layer_norm", "model")
+"""Arguments of Liger's functions that keep their defaults: some models have no rotary kernel. All others are off: the
+MLP and the loss are tiled here."""
+
+
+def use_liger(model: Any, recipe: Recipe) -> str:
+    """Put Liger's rotary embedding and norms into ``model`` on CUDA, by the function behind ``use_liger_kernel``.
+
+    A recipe's own ``trainer.use_liger_kernel``, true or false, is the trainer's to heed.
+
+    Returns:
+        What was done, in a sentence; "" where Liger is not installed, or has no function for this model.
+    """
+    chosen = recipe.trainer.get("use_liger_kernel") is not None or recipe.model_kwargs.get("use_kernels")
+    if chosen or device_type() != "cuda" or find_spec("liger_kernel") is None or not is_known(type(model)):
+        return ""
+    try:
+        from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+        from transformers.integrations.liger import apply_liger_kernel
+
+        function = MODEL_TYPE_TO_APPLY_LIGER_FN.get(model.config.model_type)
+        parameters = {} if function is None else inspect.signature(function).parameters
+        # One that hands arguments on (**kwargs) does not name the kernels of the model inside, which would stay on.
+        if not parameters or any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+            return ""
+        apply_liger_kernel(model, {name: False for name in parameters if name not in WANTED_OF_LIGER})
+    except Exception as error:  # noqa: BLE001 - a Liger that does not fit this transformers: the model trains without
+        logger.warning("Liger's kernels are left out: %s: %s", type(error).__name__, str(error).split("\n")[0])
+        return ""
+    return "Liger's kernels run the rotary embedding and the norms; trainer.use_liger_kernel: false leaves them out"
 
 
 def tile_head(model: Any, tokens: int) -> None:

@@ -247,6 +247,7 @@ def _build(recipe: Recipe, output: Path, start: Path | None, display: Display) -
         load_model,
         tile,
         tile_head,
+        use_liger,
     )
     from seqtile.train.packing import check_packing
     from seqtile.train.ranks import agree, prepare_on_cpu
@@ -271,6 +272,8 @@ def _build(recipe: Recipe, output: Path, start: Path | None, display: Display) -
         else:
             check_ids(row_set.rows, embeddings.num_embeddings, row_set.source.dataset)
     display.stage("tiling")
+    if liger := use_liger(model, recipe):
+        logger.info(liger)
     tiling = tile(model, recipe)
     if recipe.loss_tile:
         find_causal_lms(model)  # before the trainer is built, which takes longer
