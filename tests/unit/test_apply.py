@@ -4,6 +4,7 @@ import copy
 import io
 import pickle
 import types
+import warnings
 from typing import Any
 
 import pytest
@@ -486,3 +487,32 @@ def test_heads_wider_than_a_flash_kernel_are_named(monkeypatch: pytest.MonkeyPat
 def notes_of(model: Any, shares_keys: bool, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
     monkeypatch.setattr("seqtile.checkpointing.keep_attention.sdpa_shares_keys", lambda width: shares_keys)
     return seqtile.apply(model).notes
+
+
+def note_on_attention(report: Any) -> str:
+    return next((note for note in report.notes if "checkpoint='attention-saved'" in note), "")
+
+
+def test_the_report_prices_attention_saved_where_checkpoints_compute_it_again() -> None:
+    model = causal_lm("qwen3", use_cache=False, max_position_embeddings=16384)
+    report = seqtile.apply(model, tile=4096)
+    assert not note_on_attention(report), "without checkpoints"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of the name that all supported transformers have
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    kept = 4 * (8 * 2 + 4)  # 4 heads of 8 elements in bf16, and 4 bytes each of the log-sum-exp
+    assert f"{kept} bytes per token (bf16) in each of 2 layers" in note_on_attention(report)
+    with torch.no_grad():
+        model(input_ids=tokens(1, 8192))
+    assert f"{2 * kept * 8192 / 2**30:,.2f} GiB" in note_on_attention(report)
+    assert not note_on_attention(seqtile.apply(model, checkpoint="full")), "whoever asked for it knows"
+    assert not note_on_attention(seqtile.apply(model, checkpoint="attention-saved"))
+    report = seqtile.apply(model, tile=16)
+    with torch.no_grad():
+        model(input_ids=tokens(1, 64))
+    assert not note_on_attention(report), "short rows"
+    eager = causal_lm("qwen3", use_cache=False, attn_implementation="eager")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        eager.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    assert not note_on_attention(seqtile.apply(eager))

@@ -125,7 +125,7 @@ class Checkpointing(Watched):
 
     def install(self) -> None:
         module = self.module
-        on = _is_on(module)
+        on = is_on(module)
         self.watch()
         module.__dict__[_POLICY_MARK] = self
         module.__dict__[SET_CHECKPOINTING] = self
@@ -283,7 +283,7 @@ class Checkpointing(Watched):
     def without_effect(self) -> str:
         saved, names = self.attention, [f"checkpoint={self.policy!r}"] + ["offload"] * self.offload
         if not self.calls:
-            why = "no layer calls an activation checkpoint" if _is_on(self.module) else "checkpoints are switched off"
+            why = "no layer calls an activation checkpoint" if is_on(self.module) else "checkpoints are switched off"
             return (
                 f"{' and '.join(names)} did nothing in the first training step of {type(self.module).__name__}: {why}"
             )
@@ -351,7 +351,7 @@ def _ours(function: Any) -> bool:
     return "_seqtile_former" in getattr(function, "keywords", {})
 
 
-def _is_on(module: Any) -> bool:
+def is_on(module: Any) -> bool:
     """Whether checkpointing is on; Transformers 5.0 has the old name alone, 5.23 a new one too, and the old one warns:
 
     https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/modeling_utils.py

@@ -8,16 +8,23 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from seqtile._compat import CHECKPOINT_FUNCTION, attention_kind
+from seqtile._effects import split_frozen
 from seqtile._errors import UserError
+from seqtile.checkpointing.keep_attention import kept_per_token
 from seqtile.checkpointing.policies import (
     check_checkpointing,
+    find_checkpointed,
     install_checkpointing,
+    is_on,
     remove_checkpointing,
     standing_checkpointing,
 )
+from seqtile.checkpointing.reentrant import is_reentrant
 from seqtile.lm_loss.tiled_loss import check_kernel, find_causal_lms, install_loss, remove_loss, standing_losses
+from seqtile.ops.attention.backends import FLEX
 from seqtile.options import TilingOptions
-from seqtile.recognise.decoder_layers import states_of
+from seqtile.recognise.decoder_layers import decoder_layers, states_of
 
 
 @dataclass(frozen=True)
@@ -69,6 +76,36 @@ def recomputed(states: Mapping[str, Sequence[str]]) -> str:
         f"; {len(layers)} layers with a state ({state}) keep their input alone, and their scan runs again"
         for state, layers in states.items()
     )
+
+
+def attention_runs_twice(model: nn.Module, tokens: int) -> str:
+    """What ``checkpoint="attention-saved"`` would keep and spare, in a sentence; "" where it does not apply.
+
+    It is not chosen here: whether it fits depends on the whole step, which a plan counts.
+
+    Args:
+        model: as it is now.
+        tokens: of the longest batch that ran, 0 before the first.
+    """
+    if standing_checkpointing(model) or any(is_reentrant(module) for module in model.modules()):
+        return ""
+    for _, module in split_frozen(find_checkpointed(model))[0]:
+        functions = [inner.__dict__.get(CHECKPOINT_FUNCTION) for inner in module.modules()]
+        selective = any("context_fn" in getattr(function, "keywords", {}) for function in functions)
+        if selective or not is_on(module) or attention_kind(module) in (None, "eager", FLEX):
+            continue
+        mixers = [layer.mixers for layer in decoder_layers(module)]
+        layers = sum(not all(mixer.has_state for mixer in layer) for layer in mixers if layer)
+        if not layers:
+            continue
+        text_config = module.config.get_text_config()  # type: ignore[union-attr, operator]
+        kept = layers * kept_per_token(text_config, 2)
+        of_batch = f", {kept * tokens / 2**30:,.2f} GiB for the {tokens:,} tokens that ran" if tokens else ""
+        return (
+            "activation checkpoints compute attention again; checkpoint='attention-saved' keeps its output instead, if "
+            f"memory allows: {kept // layers:,} bytes per token (bf16) in each of {layers} layers{of_batch}"
+        )
+    return ""
 
 
 def remove_rest(model: nn.Module) -> None:

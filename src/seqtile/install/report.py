@@ -14,12 +14,15 @@ from seqtile.blocks.instance import Installed
 from seqtile.blocks.norms_and_projections import adapted_since, norms_by_kernel
 from seqtile.checkpointing.keep_attention import wide_heads
 from seqtile.checkpointing.reentrant import is_reentrant, shares_keys
-from seqtile.install.loss_and_checkpoints import rest_notes
+from seqtile.install.loss_and_checkpoints import attention_runs_twice, rest_notes
 from seqtile.ops.attention.backends import attention_sentences, rotary_sentences
 from seqtile.recognise.candidates import Left
 from seqtile.recognise.known_kernels import parts_by_liger
 from seqtile.state.tiled_state import refusals
 from seqtile.tiling import KeepRule
+
+ATTENTION_COUNTS = 8192
+"""Tokens from which a second attention forward is a few percent of a step; the report is silent below."""
 
 
 @dataclass(frozen=True)
@@ -139,6 +142,9 @@ class Report(PrintsAsSentence):
             further += attention_sentences(frozenset().union(*ran))
         if model is not None:
             further = [*further, *refusals(model), *rotary_sentences(model)]
+            most = max((forward.most_tokens for forward in forwards if isinstance(forward, Installed)), default=0)
+            if (again := attention_runs_twice(model, most)) and (not most or most >= ATTENTION_COUNTS):
+                further.append(again)
             if by_liger := parts_by_liger(model):
                 further.append(f"Liger's kernels run the {' and the '.join(by_liger)}")
             if adapted := adapted_since(model):
