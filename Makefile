@@ -7,7 +7,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 VENV_LOWEST ?= .venv-lowest
-VENV_NEWEST ?= .venv-newest-torch
+VENV_NEWEST ?= .venv-newest
+NEWEST_EXTRAS = train,test,interop
 VENV_AXOLOTL ?= .venv-axolotl
 VENV_MS_SWIFT ?= .venv-ms-swift
 TORCH ?= -r constraints/torch.txt
@@ -42,7 +43,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 export PIP_NO_INPUT = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test-gpu gpu gpu-ladder bench-cpu hub-kernel test test-all test-fast times test-highest test-lowest test-newest-torch test-frameworks coverage docs lint wheel clean distclean
+.PHONY: help setup demo test-gpu gpu gpu-ladder bench-cpu hub-kernel test test-all test-fast times test-highest test-lowest test-newest test-frameworks coverage docs lint wheel clean distclean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z%.-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -78,9 +79,9 @@ test-highest: $(VENV)/.ready  ## every test, with the highest supported versions
 test-lowest: $(VENV_LOWEST)/.ready  ## the core tests, with the lowest supported versions
 	$(call run_tests,$(VENV_LOWEST),$(SIDE_BY_SIDE) $(CORE) $(PYTEST_ARGS))
 
-# The build for accelerators, several GB: newer versions are not offered as a CPU build everywhere.
-test-newest-torch: $(VENV_NEWEST)/.ready  ## the core tests, with the newest torch that pip finds
-	$(VENV_NEWEST)/bin/python -m pytest $(SIDE_BY_SIDE) $(CORE) $(PYTEST_ARGS)
+# TORCH="--upgrade torch" takes the newest torch too: the build for accelerators, several GB, where no other is offered.
+test-newest: $(VENV_NEWEST)/.ready  ## what rests on other libraries, with the newest of them; ARGS="--write docs/which-line.md"
+	$(VENV_NEWEST)/bin/python tests/newest.py --jobs $(JOBS) $(ARGS)
 
 # The frameworks pin other versions than ours, so that each has an environment of its own (about 4 and 2 GB).
 test-frameworks: $(VENV)/.ready $(VENV_AXOLOTL)/.ready $(VENV_MS_SWIFT)/.ready  ## real axolotl and ms-swift runs with the plugins
@@ -130,9 +131,11 @@ $(VENV)/.ready: pyproject.toml constraints/torch.txt constraints/highest.txt
 $(VENV_LOWEST)/.ready: pyproject.toml constraints/torch.txt constraints/lowest.txt
 	$(call make_environment,$(VENV_LOWEST),constraints/lowest.txt,test)
 
-$(VENV_NEWEST)/.ready: TORCH = --upgrade torch
-$(VENV_NEWEST)/.ready: pyproject.toml constraints/highest.txt
-	$(call make_environment,$(VENV_NEWEST),constraints/highest.txt,test)
+# Made anew each time: what was the newest when it was made is not now.
+.PHONY: $(VENV_NEWEST)/.ready
+$(VENV_NEWEST)/.ready:
+	@rm -rf $(VENV_NEWEST)
+	$(call make_environment,$(VENV_NEWEST),/dev/null,$(NEWEST_EXTRAS)$$($(CAN_COMPILE) && echo ,deepspeed))
 
 $(VENV_AXOLOTL)/.ready: pyproject.toml constraints/torch.txt constraints/axolotl.txt
 	$(call make_framework,$(VENV_AXOLOTL),constraints/axolotl.txt)

@@ -32,13 +32,13 @@ from torch.utils import checkpoint as _torch_checkpoint
 from seqtile.devices import package_version
 
 SEEN = {
-    "python": "3.11", "torch": "2.13.0", "transformers": "5.23.0", "accelerate": "1.15.0", "peft": "0.21.2",
+    "python": "3.11", "torch": "2.13.0", "transformers": "5.24.0", "accelerate": "1.15.0", "peft": "0.21.2",
     "trl": "1.16.0", "deepspeed": "0.19.8",
 }  # fmt: skip
 """The version of each library in which its private names were last read."""
 
 TESTED = {
-    "torch": ("2.13", "2.13"), "transformers": ("5.0", "5.23"), "accelerate": ("1.11", "1.15"),
+    "torch": ("2.13", "2.13"), "transformers": ("5.0", "5.24"), "accelerate": ("1.11", "1.15"),
     "peft": ("0.19", "0.21"), "trl": ("1.16", "1.16"), "deepspeed": ("0.18", "0.19"),
 }  # fmt: skip
 """The lowest and the highest version of each library that tests have run with; a release of the same minor counts."""

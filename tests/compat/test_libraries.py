@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 from importlib import import_module
 from importlib.util import find_spec
-from pathlib import Path
-from types import FunctionType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,14 +19,6 @@ def no_hook(*_: Any) -> None:
     return None
 
 
-def text_of(package: str, *path: str) -> str:
-    """A module's source, without running it or its package; skipped where the package is not installed."""
-    spec = find_spec(package)
-    if spec is None or spec.submodule_search_locations is None:
-        pytest.skip(f"{package} is not installed")
-    return Path(spec.submodule_search_locations[0], *path).read_text(encoding="utf-8")
-
-
 def enable_checkpoints(model: Any) -> None:
     (getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable)()
 
@@ -41,8 +31,6 @@ def test_models_hand_a_checkpoint_function_to_their_layers() -> None:
     enable_checkpoints(model)
     layer = model.model.layers[0]
     assert layer.gradient_checkpointing and callable(layer.__dict__.get(_compat.CHECKPOINT_FUNCTION))
-    parameters = inspect.signature(getattr(model, _compat.SET_CHECKPOINTING)).parameters
-    assert {"enable", "gradient_checkpointing_func"} <= parameters.keys()
 
 
 def test_a_layers_checkpoint_is_in_its_forward_or_in_its_call() -> None:
@@ -103,12 +91,6 @@ def test_which_attention_a_model_has() -> None:
     assert not _compat.attention_is_exchangeable(MPNetForMaskedLM)
 
 
-def test_recurrent_gemmas_scan_is_a_method() -> None:
-    module = import_module("transformers.models.recurrent_gemma.modeling_recurrent_gemma")
-    parameters = inspect.signature(getattr(module.RecurrentGemmaRglru, _compat.RG_LRU_SCAN)).parameters
-    assert {"hidden_states", "recurrent_gate", "reset"} <= parameters.keys()
-
-
 # ---- accelerate and PEFT ----
 
 
@@ -119,16 +101,20 @@ def test_accelerate_keeps_the_forward_that_it_puts_a_hook_around() -> None:
     hooks.add_hook_to_module(module, hooks.ModelHook())
     assert module.__dict__.get(_compat.HOOKED_FORWARD) is no_hook and module.forward is not no_hook
     assert type(module.__dict__.get(_compat.HOOKING)) is hooks.ModelHook
-    accelerator = import_module("accelerate").Accelerator
-    assert _compat.PREPARED_FORWARD in inspect.getsource(accelerator.prepare_model)
 
 
-def test_what_peft_does_per_sequence_and_refuses() -> None:
-    lora = pytest.importorskip("peft.tuners.lora.model")
-    hooks = ("_adapter_names_pre_forward_hook", "_alora_offsets_pre_forward_hook")
-    for hook, argument in zip(hooks, _compat.PER_SEQUENCE, strict=True):
-        assert argument in inspect.signature(getattr(lora, hook)).parameters
-    assert "partial(" in inspect.getsource(lora.LoraModel._enable_peft_forward_hooks)
+def test_accelerate_keeps_the_forward_that_it_puts_autocast_around() -> None:
+    state = pytest.importorskip("accelerate.state").AcceleratorState
+    state._reset_state(True)
+    model: Any = nn.Linear(2, 2)
+    forward = model.forward = no_hook
+    prepared = import_module("accelerate").Accelerator(cpu=True, mixed_precision="bf16").prepare_model(model)
+    state._reset_state(True)
+    assert prepared.__dict__[_compat.PREPARED_FORWARD] is forward and prepared.forward is not forward
+
+
+def test_what_peft_refuses() -> None:
+    pytest.importorskip("peft")
     config = SimpleNamespace(peft_type="LORA")
     assert _compat.refuses_adapter(config, "mamba2", "out_proj")
     assert not _compat.refuses_adapter(config, "mamba2", "in_proj")
@@ -136,32 +122,6 @@ def test_what_peft_does_per_sequence_and_refuses() -> None:
 
 
 # ---- TRL ----
-
-
-@pytest.mark.parametrize("name", sorted(_compat.OVERRIDDEN | set(_compat.GRADIENT_NORM_METHODS)))
-def test_a_method_that_our_trainer_overrides_is_called(name: str) -> None:
-    trl, transformers = pytest.importorskip("trl"), import_module("transformers")
-    assert callable(getattr(trl.SFTTrainer, name, None))
-    methods = [*vars(transformers.Trainer).values(), *vars(trl.SFTTrainer).values()]
-    callers = [method for method in methods if isinstance(method, FunctionType) and method.__name__ != name]
-    assert any(f"self.{name}(" in inspect.getsource(method) for method in callers)
-    if name == "_save_checkpoint":
-        assert list(inspect.signature(trl.SFTTrainer._save_checkpoint).parameters) == ["self", "model", "trial"]
-
-
-def test_the_sums_of_trls_trainer() -> None:
-    trainer = pytest.importorskip("trl").SFTTrainer
-    source = inspect.getsource(trainer.__init__)
-    assert "self._metrics" in source and "self._total_train_tokens" in source
-    assert "_metrics" in inspect.getsource(trainer.compute_loss)
-
-
-def test_rows_are_prepared_by_trls_method() -> None:
-    prepare = pytest.importorskip("trl").SFTTrainer._prepare_dataset
-    expected = ["self", "dataset", "processing_class", "args", "packing", "formatting_func", "dataset_name"]
-    assert list(inspect.signature(prepare).parameters) == expected
-    source = inspect.getsource(prepare)
-    assert all(f"self.{name}" in source for name in ("_tokenizer", "chat_template", "completion_only_loss"))
 
 
 def test_trls_fused_head_is_known_by_its_argument_and_says_its_settings() -> None:
@@ -184,18 +144,7 @@ def test_trls_fused_head_is_known_by_its_argument_and_says_its_settings() -> Non
         _compat.trl_head_settings(moved)
 
 
-def test_losses_of_trls_experimental_trainers() -> None:
-    pytest.importorskip("trl")
-    from trl.experimental.gkd import GKDTrainer
-    from trl.experimental.online_dpo import OnlineDPOTrainer
-
-    assert "take_along_dim" in inspect.getsource(getattr(OnlineDPOTrainer, _compat.ONLINE_DPO_FORWARD))
-    expected = ["student_logits", "teacher_logits", "labels", "beta", "temperature", "reduction", "num_items_in_batch"]
-    assert list(inspect.signature(GKDTrainer.generalized_jsd_loss).parameters) == expected
-    assert "generalized_jsd_loss(" in inspect.getsource(GKDTrainer.compute_loss)
-
-
-# ---- DeepSpeed, axolotl, ms-swift and Unsloth ----
+# ---- DeepSpeed ----
 
 
 def test_marks_of_deepspeed() -> None:
@@ -204,24 +153,7 @@ def test_marks_of_deepspeed() -> None:
     assert not _compat.is_in_zero12(weight)
     import_module("deepspeed.utils.mixed_precision_linkage")._init_lp_to_hp_mapping([weight], 0, 4, None)
     assert _compat.is_in_zero12(weight)
-    offload = inspect.getsource(import_module("deepspeed.runtime.zero.parameter_offload"))
-    assert all(f"{mark} = " in offload or f'"{mark}"' in offload for mark in _compat.ZERO3_MARKS)
     module = nn.Identity()
     module.__dict__[_compat.LEAF] = True
     is_leaf = import_module("deepspeed.utils.z3_leaf_module").z3_leaf_module
     assert is_leaf(module) and not is_leaf(nn.Identity())
-    sharding = text_of("deepspeed", "runtime", "zero", "partition_parameters.py")
-    assert "param.ds_shape = " in sharding and "param.ds_id = " in sharding
-
-
-def test_marks_of_frameworks_own_tiles() -> None:
-    assert "_tiled_mlp_dist_impl" in text_of("axolotl", "monkeypatch", "tiled_mlp", "patch.py")
-
-
-def test_unsloth_binds_its_tiled_forward_to_the_instance() -> None:
-    assert "mlp_module.forward = MethodType(" in text_of("unsloth_zoo", "tiled_mlp.py")
-
-
-def test_ms_swift_runs_plugins_by_a_method_and_keeps_torchs_checkpoint() -> None:
-    assert "_old_checkpoint" in text_of("swift", "trainers", "mixin.py")
-    assert f"def {_compat.SWIFT_IMPORTS_PLUGINS}(self" in text_of("swift", "arguments", "base_args", "base_args.py")

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_what_is_installed_here_is_tested(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(_compat.TESTED, "torch", ("2.11", "9"))  # `make test-newest-torch` is there to run beyond it
+    monkeypatch.setitem(_compat.TESTED, "torch", ("2.11", "9"))  # `make test-newest` is there to run beyond it
     assert _compat.untested.__wrapped__() == ""
 
 

@@ -89,7 +89,7 @@ class DecoderLayer:
 
 
 def decoder_layers(model: nn.Module) -> list[DecoderLayer]:
-    """The decoder layers of ``model`` in module order, those of vision and audio towers and of prediction heads (MTP) left out.
+    """The decoder layers of ``model`` in module order, without those of vision and audio towers and prediction heads.
 
     Args:
         model: a language model, PEFT's wrapper or not; its weights may be on the meta device.
