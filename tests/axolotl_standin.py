@@ -87,6 +87,8 @@ class AxolotlInputConfig(BaseModel):
     tiled_mlp_use_original_mlp: bool | None = True
     sequence_parallel_degree: int | None = None
     context_parallel_size: int | None = None
+    deepspeed: str | None = None
+    adapter: str | None = None
     gradient_checkpointing: str | bool | None = False
     gradient_checkpointing_kwargs: dict[str, Any] | None = None
     activation_offloading: str | bool | None = False
@@ -108,6 +110,12 @@ class OtherPluginsArgs(BaseModel):
     cut_cross_entropy: bool | None = None
     use_scattermoe: bool | None = None
     use_sonicmoe: bool | None = None
+
+
+class ContextParallelArgs(BaseModel):
+    """Of the plugin that axolotl 0.21 has for it."""
+
+    context_parallel: dict[str, Any] | None = None
 
 
 LOADING = (
@@ -147,7 +155,7 @@ def load_config(raw: dict[str, Any], *plugins: BasePlugin) -> DictDefault:
         manager.plugins[f"{type(plugin).__module__}.{type(plugin).__name__}{number}"] = plugin
     for plugin in plugins:
         plugin.register(cfg)
-    bases: list[type] = [AxolotlInputConfig, OtherPluginsArgs]
+    bases: list[type] = [AxolotlInputConfig, OtherPluginsArgs, ContextParallelArgs]
     for plugin in plugins:
         if name := plugin.get_input_args():
             module, _, attribute = name.rpartition(".")

@@ -66,6 +66,7 @@ class Combination:
         framework: whose trainer runs it, of :data:`NOT_VERIFIED`.
         mlp_kernels, losses, checkpointers, offloaders: settings of another program that compute the MLP or the loss, or
             decide what activation checkpoints keep, or where.
+        product_savers: settings of another program's checkpoints that also keep the MLP's products.
         model: None before it is known.
     """
 
@@ -88,6 +89,7 @@ class Combination:
     losses: tuple[str, ...] = ()
     checkpointers: tuple[str, ...] = ()
     offloaders: tuple[str, ...] = ()
+    product_savers: tuple[str, ...] = ()
     model: ModelFacts = ModelFacts()
 
     @property
@@ -194,6 +196,10 @@ RULES: tuple[Rule, ...] = (
      "loss 'tiled' and {c.losses[0]} both compute the loss; set {c.losses[0]}: false or drop loss"),
     (lambda c: (c.options.checkpoint or c.options.offload) and c.checkpointers,
      "checkpoint and offload, and {c.checkpointers[0]}, decide what activation checkpoints keep; leave one out"),
+    # A selective checkpoint saves what each tile's products return: all of gate and up, which no backward reads.
+    (lambda c: c.options.tiled and c.product_savers,
+     "{c.product_savers[0]} keeps the products of every tile, so that tiling frees nothing; leave it out, name "
+     "attention's projections alone in save_modules, or tile no MLP (tiled_mlp: false)"),
     (lambda c: c.options.offload and c.offloaders,
      "offload and {c.offloaders[0]} both move activations to the host; keep one"),
     # Processes and engines.

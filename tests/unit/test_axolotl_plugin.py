@@ -17,6 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 import axolotl_standin as standin
 import seqtile
+from seqtile import rules
 
 SIZES = dict(vocab_size=64, hidden_size=16, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
              num_key_value_heads=1)  # fmt: skip
@@ -126,7 +127,11 @@ REFUSED = [
     ({"seqtile": {"offload": True}, "activation_offloading": "legacy"}, "activation_offloading"),
     ({"seqtile": {"offload": True}, "gradient_checkpointing": "offload"}, "gradient_checkpointing: offload"),
     ({"seqtile": {"checkpoint": "full"}, "fsdp_config": {"activation_checkpointing": True}}, "fsdp_config"),
-    ({"sequence_parallel_degree": 4, "context_parallel_size": 8}, "two names of one number"),
+    ({"sequence_parallel_degree": 4, "context_parallel_size": 8}, "names of one number"),
+    ({"context_parallel": {"size": 4}, "context_parallel_size": 8}, "context_parallel.size: 4 are names"),
+    ({"selective_checkpointing": {"save_matmul_min_k": 64}}, "save_matmul_min_k: 64 keeps the products"),
+    ({"selective_checkpointing": {"save": ["attention", "aten::mm"]}}, "save: aten::mm keeps the products"),
+    ({"selective_checkpointing": {"save_modules": ["o_proj", "mlp.down_proj"]}}, "save_modules: mlp.down_proj keeps"),
 ]
 
 
@@ -163,9 +168,18 @@ def test_a_lora_kernel_that_cannot_be_traced_is_named(ours: Any, caplog: pytest.
         assert model(input_ids=torch.zeros(1, 4, dtype=torch.long)).logits.shape == (1, 4, 64)
 
 
-@pytest.mark.parametrize("key", ["sequence_parallel_degree", "context_parallel_size"])
-def test_both_names_of_the_parallel_size(ours: Any, key: str) -> None:
-    assert standin.load_config({"tiled_mlp": True, key: 8}, ours.SeqtilePlugin())[key] == 8
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("sequence_parallel_degree", 8), ("context_parallel_size", 8), ("context_parallel", {"size": 8}),
+     ("selective_checkpointing", {"save": ["attention"], "save_modules": ["self_attn.o_proj"]})],
+)  # fmt: skip
+def test_what_stays_axolotls(ours: Any, key: str, value: Any) -> None:
+    assert standin.load_config({"tiled_mlp": True, key: value}, ours.SeqtilePlugin())[key] == value
+
+
+def test_selective_checkpoints_may_keep_products_of_untiled_mlps(ours: Any) -> None:
+    selective = {"selective_checkpointing": {"save_matmul_min_k": 64}}
+    standin.load_config({"tiled_mlp": False, "seqtile": {"loss": "tiled"}, **selective}, ours.SeqtilePlugin())
 
 
 def test_axolotls_own_patch_that_ran_all_the_same_is_refused(ours: Any) -> None:
@@ -212,9 +226,24 @@ def test_checkpoints_are_not_reentrant_unless_asked_for(ours: Any) -> None:
         ({"gradient_checkpointing": True}, {"use_reentrant": False}),
         ({"gradient_checkpointing": True, "gradient_checkpointing_kwargs": kwargs}, kwargs),
         ({"gradient_checkpointing": True, "activation_offloading": "legacy"}, None),
+        ({"gradient_checkpointing": True, "deepspeed": "zero3.json"}, {"use_reentrant": False}),
         ({}, None),
     ]:
         assert standin.load_config(raw, ours.SeqtilePlugin()).gradient_checkpointing_kwargs == want
+
+
+def test_an_older_deepspeed_keeps_reentrant_checkpoints_with_adapters(
+    ours: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its ZeRO-3 takes frozen weights away during a non-reentrant recompute, upon which PyTorch raises."""
+    recomputed = {"gradient_checkpointing": True, "deepspeed": "zero3.json"}
+    for version, more, want in [
+        ("0.19.3", {"adapter": "lora"}, None), ("0.19.4", {"adapter": "lora"}, {"use_reentrant": False}),
+        ("0.19.3", {}, {"use_reentrant": False}),
+    ]:  # fmt: skip
+        monkeypatch.setattr(rules, "package_version", lambda _, version=version: version)
+        cfg = standin.load_config({**recomputed, **more}, ours.SeqtilePlugin())
+        assert cfg.gradient_checkpointing_kwargs == want
 
 
 def test_settings_are_the_arguments_of_apply(ours: Any) -> None:

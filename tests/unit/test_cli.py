@@ -273,7 +273,7 @@ PLUGIN = "plugins: [seqtile.integrations.axolotl.SeqtilePlugin]\n"
     (PLUGIN + "seqtile: {offload: true}\ngradient_checkpointing: offload\n", 1, "offload, decide what"),
     (PLUGIN + "seqtile: {loss_tile: 512}\n", 1, "loss_tile"),
     (PLUGIN + "seqtile: {heads: '2'}\n", 1, "seqtile.heads: got '2'"),
-    (PLUGIN + "sequence_parallel_degree: 2\ncontext_parallel_size: 4\n", 1, "two names of one number"),
+    (PLUGIN + "sequence_parallel_degree: 2\ncontext_parallel_size: 4\n", 1, "names of one number"),
     (PLUGIN + "tiled_mlp: true\n", 0, "axolotl loads the plugin"), ("[1]\n", 2, "got list"),
     ("a: [\n", 2, "cannot be read"),
 ])  # fmt: skip

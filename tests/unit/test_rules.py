@@ -42,6 +42,7 @@ REFUSED: list[tuple[Combination, str]] = [
     (combination({"path": "fused"}, mlp_kernels=("lora_mlp_kernel",)), "lora_mlp_kernel replaces too"),
     (combination(TILED_LOSS, losses=("cut_cross_entropy",)), "both compute the loss"),
     (combination({"offload": True}, checkpointers=("activation_offloading",)), "what activation checkpoints keep"),
+    (combination(product_savers=("selective_checkpointing.save: aten::mm",)), "save: aten::mm keeps the products"),
     (combination({"offload": True}, offloaders=("trainer.activation_offloading",)), "both move activations"),
     (combination(engine="single", processes=2), "one process, got 2"),
     (combination(engine="ddp", processes=1), "at least 2 processes"),
@@ -80,6 +81,7 @@ ALLOWED = [
     combination({"blocks": "none", "checkpoint": "full"}),
     combination({"checkpoint": "attention-saved"}, engine="fsdp2", adapters=True, attention="sdpa"),
     combination(engine="fsdp2", engine_offload=("optimizer", "weights")),
+    combination({"blocks": "none", "loss": "tiled"}, product_savers=("selective_checkpointing.save: aten::mm",)),
     combination({"path": "fused", **TILED_LOSS}, checkpointers=("selective_checkpointing",)),
 ]
 

@@ -28,6 +28,7 @@ from seqtile.integrations.axolotl_checks import (
     check_parallel_sizes,
     check_settings,
 )
+from seqtile.rules import adapters_need_reentrant
 
 # axolotl shows INFO of loggers below its own name only; before the processes know each other, it shows every rank's.
 LOG = get_logger(first_rank_logger("axolotl.seqtile").name)
@@ -41,7 +42,7 @@ class SeqtileArgs(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def check_parallel_sizes(cls, data: Any) -> Any:
-        """Both names of the number of ranks that share a row are axolotl's; one value for both."""
+        """All names of the number of ranks that share a row are axolotl's; one value for all."""
         if asks_for_seqtile(data):
             check_parallel_sizes(data)
         return data
@@ -71,8 +72,10 @@ class SeqtilePlugin(BasePlugin):  # type: ignore[misc]
         if cfg.get("tiled_mlp_use_original_mlp") is None:
             cfg["tiled_mlp_use_original_mlp"] = True
         recompute = cfg.get("gradient_checkpointing") is True and not cfg.get("activation_offloading")
-        if recompute and cfg.get("gradient_checkpointing_kwargs") is None:
-            # axolotl's default is the reentrant checkpoint, which runs each block once more.
+        # Under ZeRO-3 of an older DeepSpeed a non-reentrant recompute with adapters raises CheckpointError.
+        may_need_reentrant = cfg.get("adapter") and cfg.get("deepspeed") and adapters_need_reentrant("zero3")
+        if recompute and cfg.get("gradient_checkpointing_kwargs") is None and not may_need_reentrant:
+            # axolotl's default is reentrant, from 0.21 on under ZeRO-3 alone: each block runs once more.
             cfg["gradient_checkpointing_kwargs"] = {"use_reentrant": False}
 
     def get_input_args(self) -> str:

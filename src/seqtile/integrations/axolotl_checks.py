@@ -5,7 +5,8 @@ Nothing here needs axolotl.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pydantic import ConfigDict, ValidationError, create_model, model_validator
@@ -20,6 +21,7 @@ _MLP_KERNELS = ("liger_glu_activation", "lora_mlp_kernel", "use_kernels", "use_s
 _LOSSES = ("liger_fused_linear_cross_entropy", "liger_cross_entropy", "cut_cross_entropy", "chunked_cross_entropy",
            "flash_attn_cross_entropy", "use_eaft")  # fmt: skip
 _CHECKPOINTS = ("activation_offloading", "selective_checkpointing")
+_MLP_NAMES = r"(^|[._*])(mlp|ffn|feed_forward|experts|gate_proj|up_proj|gate_up_proj|down_proj|fc1|fc2)$"
 
 AXOLOTL_PLUGIN = "seqtile.integrations.axolotl.SeqtilePlugin"
 """The plugin's name in axolotl's ``plugins:``."""
@@ -82,21 +84,38 @@ def check_settings(cfg: Mapping[str, Any]) -> None:
         mlp_kernels=tuple(key for key in _MLP_KERNELS if cfg.get(key)),
         losses=tuple(key for key in _LOSSES if cfg.get(key)),
         checkpointers=tuple(checkpointers),
+        product_savers=tuple(_product_savers(cfg)),
     ))  # fmt: skip
 
 
+def _product_savers(cfg: Mapping[str, Any]) -> Iterator[str]:
+    """Keys of axolotl's selective checkpoints that keep linear layers' products wherever they are in the layer."""
+    selective = cfg.get("selective_checkpointing")
+    if not isinstance(selective, Mapping):
+        return
+    if selective.get("save_matmul_min_k"):
+        yield f"selective_checkpointing.save_matmul_min_k: {selective['save_matmul_min_k']}"
+    for operator in selective.get("save") or ():
+        if re.search(r"mm|linear", str(operator)):
+            yield f"selective_checkpointing.save: {operator}"
+    for pattern in selective.get("save_modules") or ():
+        if re.search(_MLP_NAMES, str(pattern)):
+            yield f"selective_checkpointing.save_modules: {pattern}"
+
+
 def check_parallel_sizes(cfg: Mapping[str, Any]) -> None:
-    """Both names of the number of ranks that share a row are axolotl's; refuse two values for them.
+    """Every name of the number of ranks that share a row is axolotl's; refuse two values for it.
 
     Raises:
         UserError: names both.
     """
-    old, new = cfg.get("sequence_parallel_degree"), cfg.get("context_parallel_size")
-    if old is not None and new is not None and old != new:
-        raise UserError(
-            f"sequence_parallel_degree: {old} and context_parallel_size: {new} are two names of one number; "
-            "give context_parallel_size alone"
-        )
+    block = cfg.get("context_parallel")
+    sizes = {name: cfg.get(name) for name in ("context_parallel_size", "sequence_parallel_degree")}
+    sizes["context_parallel.size"] = block.get("size") if isinstance(block, Mapping) else None  # axolotl 0.21
+    given_sizes = {name: size for name, size in sizes.items() if size is not None}
+    if len({*given_sizes.values()}) > 1:
+        values = " and ".join(f"{name}: {size}" for name, size in given_sizes.items())
+        raise UserError(f"{values} are names of one number; give one of them")
 
 
 def apply_arguments(cfg: Mapping[str, Any]) -> dict[str, Any]:
