@@ -158,7 +158,7 @@ def add_adapters(layer: nn.Module, rank: int) -> None:
     inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=targets), layer)
     with torch.no_grad():
         for name, weight in layer.named_parameters():
-            if "lora_" in name:
+            if "lora_" in name and not weight.is_meta:
                 generator = torch.Generator(weight.device).manual_seed(ADAPTER_SEED)
                 weight.normal_(std=weight.shape[1] ** -0.5, generator=generator)
 

@@ -1,12 +1,13 @@
-"""How each method runs a block: what replaces ``forward`` on one instance."""
+"""How each method runs a block, and a whole model: what replaces ``forward`` on one instance."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +15,13 @@ from torch.utils.checkpoint import checkpoint
 
 import seqtile
 from cell import OURS
+from seqtile._errors import UserError
 from seqtile.install.apply import apply_options
-from seqtile.options import TilingOptions
+from seqtile.options import TilingOptions, changed
+from seqtile.planner.fake_step import build_bare
+from seqtile.planner.layer_structure import first_layers
+from seqtile.planner.step_config import Setup
+from seqtile.recognise.decoder_layers import decoder_layers
 from seqtile.tiling import FUSED_WIDTHS, LIVE_WIDTHS, BlockShape, parse_tile
 
 PACKAGES = {"liger": "liger_kernel", "deepspeed": "deepspeed", "deepspeed-compute": "deepspeed"}
@@ -25,8 +31,122 @@ PACKAGES = {"liger": "liger_kernel", "deepspeed": "deepspeed", "deepspeed-comput
 _ULYSSES = "deepspeed.runtime.sequence_parallel.ulysses_sp"
 
 
+LIGER = ("rope", "rms_norm", "swiglu", "fused_linear_cross_entropy")
+"""Liger's kernels for a Llama, as ``apply_liger_kernel_to_llama`` names them."""
+
+UseLiger = Callable[[Any, tuple[str, ...]], None]
+"""Puts some of :data:`LIGER` on a causal language model."""
+
+
+@dataclass(frozen=True)
+class StepMethod:
+    """How a whole training step runs.
+
+    Attributes:
+        liger: of :data:`LIGER`.
+        mlp: how MLPs run, one of :data:`cell.METHODS`.
+        options: of ours, or None.
+    """
+
+    liger: tuple[str, ...] = ()
+    mlp: str = "untiled"
+    options: TilingOptions | None = None
+
+
+_OURS = StepMethod(options=TilingOptions(loss="tiled"))
+STEP_METHODS = {
+    "transformers": StepMethod(),
+    "liger": StepMethod(LIGER),
+    "liger-tiled": StepMethod(LIGER, "liger"),
+    "liger-nightly": StepMethod(LIGER, "tile-checkpoint"),
+    "tile-checkpoint": StepMethod(("rope", "rms_norm", "fused_linear_cross_entropy"), "tile-checkpoint"),
+    "deepspeed": StepMethod(("rope", "rms_norm", "fused_linear_cross_entropy"), "deepspeed"),
+    "deepspeed-compute": StepMethod(("rope", "rms_norm", "fused_linear_cross_entropy"), "deepspeed-compute"),
+    "seqtile": _OURS,
+}
+"""``liger`` is what people run; Liger's nightly makes a checkpoint per tile. Beside their tiled MLP, all have Liger's
+rope, norms and fused loss."""
+
+STEP_SETTINGS: dict[str, Callable[[StepMethod], StepMethod]] = {
+    "attention-saved": lambda method: changed(method, checkpoint="attention-saved"),
+    "offload": lambda method: changed(method, offload=True),
+    "heads": lambda method: changed(method, heads=1, blocks="mlp+norm+projections"),
+    "liger": lambda method: replace(method, liger=("rope", "rms_norm")),
+    "liger-loss": lambda method: changed(method, liger=(*method.liger, "fused_linear_cross_entropy"), loss=None),
+}
+"""What can follow ``seqtile`` in a method's name, each behind a plus: ``seqtile+attention-saved+liger``."""
+
+
+def step_method(name: str) -> StepMethod:
+    """The method that ``name`` stands for.
+
+    Raises:
+        UserError: none.
+    """
+    base, *settings = name.split("+")
+    if base not in STEP_METHODS or (settings and base != "seqtile") or not set(settings) <= STEP_SETTINGS.keys():
+        raise UserError(
+            f"got the method {name!r}, expected one of {', '.join(STEP_METHODS)}, the last with any of "
+            f"+{', +'.join(STEP_SETTINGS)}"
+        )
+    method = STEP_METHODS[base]
+    for setting in settings:
+        method = STEP_SETTINGS[setting](method)
+    return method
+
+
 class NotInstalledError(RuntimeError):
     """A peer's package is missing."""
+
+
+def build_model(config: Any, layers: int, lora: int, device: str) -> Any:
+    """The first layers of ``config``'s model in bf16 with activation checkpoints and random weights, untiled.
+
+    Args:
+        config: Transformers' configuration.
+        layers: decoder layers.
+        lora: rank of PEFT's adapters on every linear layer, in bf16, with random factors so that no gradient is zero;
+            0 trains all weights.
+        device: ``torch.device`` type.
+    """
+    model = build_bare(first_layers(config, layers), Setup(device_type=device), device)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if lora:
+        from peft import LoraConfig, get_peft_model
+
+        model.enable_input_require_grads()
+        adapters = LoraConfig(r=lora, lora_alpha=2 * lora, target_modules="all-linear", task_type="CAUSAL_LM")
+        with torch.device(device):
+            model = get_peft_model(model, adapters, autocast_adapter_dtype=False)
+        for weight in model.parameters():
+            if weight.requires_grad:
+                weight.data = torch.empty_like(weight, dtype=torch.bfloat16).normal_(std=weight.shape[1] ** -0.5)
+    return model
+
+
+def install_step(model: Any, method: StepMethod, tokens: int, use_liger: UseLiger) -> str:
+    """Make a model of :func:`build_model` run by ``method``; returns what runs it, in words.
+
+    Raises:
+        NotInstalledError: the peer's package is missing.
+    """
+    for package in filter(None, ["liger" if method.liger else "", method.mlp]):
+        if package in PACKAGES and find_spec(PACKAGES[package]) is None:
+            raise NotInstalledError(f"not installed: {PACKAGES[package]}")
+    causal = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if method.liger:
+        use_liger(causal, method.liger)
+    if method.options is not None:
+        return str(apply_options(model, method.options))
+    mlps = {layer.name: model.get_submodule(f"{layer.name}.mlp") for layer in decoder_layers(model)}
+    # What Liger and DeepSpeed run by default.
+    return install(model, mlps, method.mlp, None, math.ceil(tokens / causal.config.hidden_size))
+
+
+def use_liger_kernels(model: Any, parts: tuple[str, ...]) -> None:
+    """Liger's own installer for a Llama, which also changes a module of Transformers for this process."""
+    monkey_patch = import_module("liger_kernel.transformers.monkey_patch")
+    monkey_patch.apply_liger_kernel_to_llama(**{part: part in parts for part in LIGER}, model=model)
 
 
 def install(model: nn.Module, blocks: dict[str, nn.Module], method: str, ours: TilingOptions | None, count: int) -> str:
@@ -91,8 +211,14 @@ def block_shape(mlp: nn.Module, hidden: int, intermediate: int, itemsize: int, d
     )  # fmt: skip
 
 
+def _forward_of(block: nn.Module) -> Callable[[nn.Module, Tensor], Tensor]:
+    """Its forward, Liger's where that has been put on the instance."""
+    on_instance = block.__dict__.get("forward")
+    return type(block).forward if on_instance is None else lambda module, x: on_instance(x)
+
+
 def _tile_checkpoint(block: nn.Module, count: int) -> Callable[[Tensor], Tensor]:
-    forward = type(block).forward
+    forward = _forward_of(block)
 
     def run(x: Tensor) -> Tensor:
         tiles = x.chunk(count, dim=-2)
@@ -103,19 +229,19 @@ def _tile_checkpoint(block: nn.Module, count: int) -> Callable[[Tensor], Tensor]
 
 def _liger(block: nn.Module, count: int) -> Callable[[Tensor], Tensor]:
     apply_tiled_mlp = import_module("liger_kernel.ops.tiled_mlp").apply_tiled_mlp
-    forward, weights = type(block).forward, list(block.parameters())
+    forward, weights = _forward_of(block), list(block.parameters())
     return lambda x: apply_tiled_mlp(forward, block, x, num_shards=count, compute_params=weights)
 
 
 def _deepspeed(block: nn.Module, count: int) -> Callable[[Tensor], Tensor]:
     run = import_module(_ULYSSES).TiledMLP.apply
-    forward, weights = type(block).forward, list(block.parameters())
+    forward, weights = _forward_of(block), list(block.parameters())
     return lambda x: run(forward, block, x, count, weights)
 
 
 def _deepspeed_compute(block: nn.Module, count: int) -> Callable[[Tensor], Tensor]:
     sequence_tiled_compute = import_module(_ULYSSES).sequence_tiled_compute
-    forward, weights = type(block).forward, [weight for weight in block.parameters() if weight.requires_grad]
+    forward, weights = _forward_of(block), [weight for weight in block.parameters() if weight.requires_grad]
 
     def run(x: Tensor) -> Tensor:
         return sequence_tiled_compute(  # type: ignore[no-any-return]
