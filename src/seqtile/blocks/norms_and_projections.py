@@ -49,6 +49,10 @@ class KernelNorm(TiledRows):
 
     _gave_up: bool | None = None
 
+    def __init__(self, module: nn.Module, setting: Setting) -> None:
+        super().__init__(module, setting)
+        self._names = [name for name, _ in module.named_parameters()]
+
     def note(self) -> str:
         return "one kernel on accelerators"
 
@@ -78,7 +82,7 @@ class KernelNorm(TiledRows):
         if proof.norm is None or proof.graph is None:
             self._log_untiled(proof.why_not or OTHER_FORMULA)
             return None
-        norm = row_wise(self.module, proof.norm, runs_hooks=True)
+        norm = row_wise(self.module, proof.norm, runs_hooks=True, names=self._names)
         return None if isinstance(norm, str) else (norm, proof.graph.outputs[2][2])
 
 

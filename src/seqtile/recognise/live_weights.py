@@ -48,18 +48,22 @@ def foreign_hooks(module: nn.Module) -> Iterator[Any]:
                 yield hook
 
 
-def row_wise(norm: nn.Module, formula: NormFormula | None = None, *, runs_hooks: bool = False) -> RowWise | str:
+def row_wise(
+    norm: nn.Module, formula: NormFormula | None = None, *, runs_hooks: bool = False, names: Sequence[str] = ()
+) -> RowWise | str:
     """A norm for the operators that compute one, or why none can.
 
     Args:
         norm: the module.
         formula: its proven formula, if known.
         runs_hooks: whether the norm's own call runs its hooks, around the operator (ZeRO-3 gathers weights there).
+        names: attributes that its forward reads its weights from, if known. Under FSDP1 such an attribute may be no
+            parameter, and inside head-wise attention no view of one either.
     """
     own = own_forward(norm)
     if (has_hooks(norm) and not runs_hooks) or (own is not None and not has_twin(norm)):
         return f"{type(norm).__name__} has hooks"
-    live = dict(named_weights(norm))
+    live = {name: getattr(norm, name) for name in names} or dict(named_weights(norm))
     if next(norm.children(), None) is not None:
         return f"{type(norm).__name__} is no row-wise norm"
     for weight in live.values():
@@ -67,12 +71,12 @@ def row_wise(norm: nn.Module, formula: NormFormula | None = None, *, runs_hooks:
             return f"{type(norm).__name__} is no row-wise norm"
         if reason := _unusable(weight):
             return f"{type(norm).__name__}: {reason}"
-    names = [f"0.{name}" for name in live]
+    paths = [f"0.{name}" for name in live]
     # Below seqtile's stand-in, which would run the operator once more where the kernel has failed, without end.
     forward = own or partial(type(norm).forward, norm)
 
     def function(rows: Tensor, weights: Sequence[Tensor]) -> Tensor:
-        live_weights = dict(zip(names, weights, strict=True))
+        live_weights = dict(zip(paths, weights, strict=True))
         return call_with_weights(ParameterSwap((norm,)), live_weights, (forward, rows))  # type: ignore[no-any-return]
 
     return RowWise(function, tuple(live.values()), formula)
