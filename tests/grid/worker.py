@@ -38,8 +38,11 @@ def main(rank: int, port: int, folder: str, names: list[str]) -> int:
     import torch
     import torch.distributed as dist
 
+    import eager_kernels
+
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    eager_kernels.install()  # what every engine meets on an accelerator
     dist.init_process_group("gloo", rank=rank, world_size=2, timeout=timedelta(seconds=TIMEOUT))
     started = set()
     with Path(folder, f"{rank}.jsonl").open("a", encoding="utf-8", buffering=1) as lines:

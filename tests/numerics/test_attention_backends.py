@@ -78,11 +78,12 @@ def test_every_report_names_it_once_a_step_has_run(kind: str, settings: dict[str
 
 
 def test_ligers_rotary_is_recommended_where_it_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = causal_lm("llama")
-    report = seqtile.apply(model, tile=8)
+    model = causal_lm("mixtral")  # whose experts are tiled, and no layer with them
+    report, by_our_kernel = seqtile.apply(model, tile=8), seqtile.apply(causal_lm("llama"), tile=8)
     advice = "Liger has one kernel for them"
     assert not any(advice in note for note in report.notes), "on the CPU"
     monkeypatch.setattr(backends, "_has_capability", lambda device: True)
+    assert not any(advice in note for note in by_our_kernel.notes)
     assert sum(advice in note and "'rope': True" in note for note in report.notes) == 1
 
     def liger_rotary_pos_emb(q: Tensor, k: Tensor, *others: Any) -> tuple[Tensor, Tensor]:

@@ -23,6 +23,7 @@ from seqtile._compat import (
     MODULES,
     active_fake_mode,
     attention_kind,
+    children_of,
     disable_torch_function_subclass,
     make_wrapper_subclass,
     tree_leaves,
@@ -31,9 +32,11 @@ from seqtile._compat import (
 from seqtile._shallow import view_of
 from seqtile.blocks.instance import Installed, Setting, TiledForward, logger
 from seqtile.engines.granularity import wrapper
+from seqtile.ops import rotary
 from seqtile.ops.attention.backends import FLEX, has_long_mask, without_wrong_kernel
 from seqtile.ops.attention.kernel_calls import names_of_kernels
 from seqtile.recognise.chain import Chain
+from seqtile.recognise.known_functions import with_rotary
 from seqtile.recognise.layer_parts import Neighbours, device_types
 from seqtile.recognise.live_weights import has_foreign_hooks, has_hooks
 
@@ -278,6 +281,8 @@ class TiledLayer(Installed):
         stand_ins = sequence.stand_ins
         if self.attention is not None:
             stand_ins |= self.attention.stand_ins(layer)
+        elif self.setting.path != "generic":
+            stand_ins |= _rotary_stand_ins(layer, args[0] if args else kwargs.get("hidden_states"))
         view = _view_with(layer, stand_ins)
         attributes = dict(view.__dict__)
         try:
@@ -403,6 +408,25 @@ class TiledPair(TiledLayer):
         chain = self.chain(layer, dropped)
         tensors = inputs[:1] if inputs[-1] is inputs[0] else inputs
         return self.run(chain, tensors, chain.run, functools.partial(chain.run, tensors))
+
+
+def _rotary_stand_ins(layer: nn.Module, x: Any) -> dict[str, Callable[..., Any]]:
+    """Attention whose rotary embedding runs by a kernel, for devices that have one; empty where attention has hooks."""
+    if not isinstance(x, Tensor) or rotary.ROTARY_BY_DEVICE.get(x.device.type, rotary.ROTARY_KERNELS) is None:
+        return {}
+    stand_ins: dict[str, Callable[..., Any]] = {}
+    for name in rotating_children(layer):
+        child = getattr(layer, name)
+        if "forward" not in child.__dict__ and not has_hooks(child) and not isinstance(child, wrapper()):
+            stand_ins[name] = view = view_of(child)
+            view.__dict__["forward"] = functools.partial(with_rotary(type(child).forward), child)
+    return stand_ins
+
+
+def rotating_children(layer: nn.Module) -> list[str]:
+    """Names of the children whose forward calls a rotary embedding that has a kernel."""
+    children = ((name, child) for name, child in children_of(layer).items() if child is not None)
+    return [name for name, child in children if with_rotary(type(child).forward) is not type(child).forward]
 
 
 def _forward_code(layer: nn.Module) -> Any:

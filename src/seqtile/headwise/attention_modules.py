@@ -31,11 +31,12 @@ from seqtile._shallow import view_of
 from seqtile.devices import one_thread
 from seqtile.engines.flat import ParameterSwap, call_with_weights, named_weights
 from seqtile.engines.zero3 import whole_shape
+from seqtile.ops import rotary
 from seqtile.ops.attention.group_core import HeadGroup
 from seqtile.recognise.candidates import PREDICTION_HEAD, LayerTraces, Left, is_per_row
 from seqtile.recognise.decoder_layers import ATTENTION_MIXER, is_prediction_head, kind_of, looks_like_attention
 from seqtile.recognise.known_code import is_known
-from seqtile.recognise.known_functions import with_twins
+from seqtile.recognise.known_functions import with_rotary, with_twins
 from seqtile.recognise.known_kernels import twin_of
 from seqtile.recognise.layer_parts import norm_before
 from seqtile.recognise.widths import linear_widths
@@ -205,6 +206,8 @@ class View:
         forward = type(self.view).forward
         if self._traced:
             forward = with_twins(forward)
+        elif rotary.ROTARY_BY_DEVICE.get(hidden_states.device.type, rotary.ROTARY_KERNELS) is not None:
+            forward = with_rotary(forward)
         try:
             self._result = forward(self.view, hidden_states, *args, **kwargs)
         finally:

@@ -20,7 +20,7 @@ from seqtile._compat import CACHE_ARGUMENTS, attention_kind
 from seqtile._errors import UserError
 from seqtile._log import first_rank_logger
 from seqtile.blocks.instance import Installed
-from seqtile.blocks.layer import NormedAttention, TiledLayer
+from seqtile.blocks.layer import NormedAttention, TiledLayer, rotating_children
 from seqtile.blocks.norms_and_projections import KernelNorm
 from seqtile.engines.flat import ParameterSwap, call_with_weights
 from seqtile.engines.zero3 import mark_leaf
@@ -39,7 +39,7 @@ from seqtile.ops.linear import Projection
 from seqtile.ops.rng import Autocast, RowWise
 from seqtile.recognise.candidates import Left
 from seqtile.recognise.decoder_layers import states_of
-from seqtile.recognise.known_functions import twins_for
+from seqtile.recognise.known_functions import twins_for, with_rotary
 from seqtile.recognise.live_weights import differ_in_dtype, projection_of, row_wise
 from seqtile.tiling import head_passes, projection_sizes
 
@@ -292,6 +292,18 @@ class HeadLayer(Installed):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         view = self.near.view(self.module)
         return self.original(*args, **kwargs) if view is None else type(view).forward(view, *args, **kwargs)
+
+
+def rotary_by_kernel(model: nn.Module) -> int:
+    """Count the rotary embeddings that run by a kernel where the device has one: in tiled layers, and by heads."""
+    count = 0
+    for module in model.modules():
+        forward = module.__dict__.get("forward")
+        if isinstance(forward, HeadWise):
+            count += with_rotary(type(module).forward) is not type(module).forward
+        elif isinstance(forward, TiledLayer) and forward.attention is None and forward.setting.path != "generic":
+            count += len(rotating_children(module))
+    return count
 
 
 def find_for(model: nn.Module, heads: Heads | None) -> tuple[list[Attention], list[Left]]:

@@ -14,6 +14,7 @@ from seqtile.blocks.instance import Installed
 from seqtile.blocks.norms_and_projections import adapted_since, norms_by_kernel
 from seqtile.checkpointing.keep_attention import wide_heads
 from seqtile.checkpointing.reentrant import is_reentrant, shares_keys
+from seqtile.headwise.install_heads import rotary_by_kernel
 from seqtile.install.loss_and_checkpoints import attention_runs_twice, rest_notes
 from seqtile.ops.attention.backends import attention_sentences, rotary_sentences
 from seqtile.recognise.candidates import Left
@@ -141,7 +142,8 @@ class Report(PrintsAsSentence):
         if ran and not any(note.startswith("attention ran on") for note in further):
             further += attention_sentences(frozenset().union(*ran))
         if model is not None:
-            further = [*further, *refusals(model), *rotary_sentences(model)]
+            further = [*further, *refusals(model)]
+            further += [] if rotary_by_kernel(model) else rotary_sentences(model)
             most = max((forward.most_tokens for forward in forwards if isinstance(forward, Installed)), default=0)
             if (again := attention_runs_twice(model, most)) and (not most or most >= ATTENTION_COUNTS):
                 further.append(again)
@@ -162,8 +164,11 @@ class Report(PrintsAsSentence):
         tiles = " or ".join(dict.fromkeys(block.tile for block in self.blocks))
         paths = " and ".join(dict.fromkeys(block.path for block in self.blocks))
         rows = self.rows and f"{self.rows} in tiles of their own"
-        norms = self.norms and f"{self.norms} other norms as one kernel each on accelerators"
-        done = [text for text in (norms, rows, self.heads, self.state, self.loss, self.checkpointing) if text]
+        rotary = 0 if (model := self._model()) is None else rotary_by_kernel(model)
+        counts = ((self.norms, "other norms"), (rotary, "rotary embeddings"))
+        kernels = " and ".join(f"{count} {what}" for count, what in counts if count)
+        kernels = kernels and f"{kernels} as one kernel each on accelerators"
+        done = [text for text in (kernels, rows, self.heads, self.state, self.loss, self.checkpointing) if text]
         if not self.blocks and not done and self.left:
             first, others = self.left[0], len(self.left) - 1
             done = [f"tiled nothing: {first.name} ({first.class_name}): {first.why}"]

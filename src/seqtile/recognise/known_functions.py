@@ -1,19 +1,27 @@
-"""Plain twins of library functions that no CPU runs.
+"""Library functions whose formula is known: plain twins of those that no CPU runs, and rotary embeddings.
 
 Liger replaces ``apply_rotary_pos_emb`` of a transformers module by its own, which every forward of that module then
 calls. A twin takes its place in a trial on the CPU alone, in a copy of the forward with globals of its own; at run time
 the kernel runs. ``tests/numerics/test_known_functions.py`` compares every twin with the kernel in Triton's interpreter.
+
+A model's own ``apply_rotary_pos_emb`` that a trial shows to rotate the halves of a head is left out of such a copy for
+:func:`seqtile.ops.rotary.rotary`. The library's module stays as it is.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import cache, partial
 from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from seqtile.ops.rotary import has_rotary_kernel, plain_rotary, rotary
+from seqtile.recognise.known_code import is_known
+from seqtile.recognise.trace import in_a_thread
 
 
 def _rotary(
@@ -63,10 +71,55 @@ def with_twins(forward: Callable[..., Any]) -> Callable[..., Any]:
     twins = twins_for(forward)
     if not twins:
         return forward
-    function: Any = inspect.unwrap(forward)
+    return _with_globals(inspect.unwrap(forward), twins)
+
+
+def _with_globals(function: Any, replaced: Mapping[str, Any]) -> Callable[..., Any]:
+    """A copy of a function with some globals of its own, and the others as they are now."""
     copy = FunctionType(
-        function.__code__, {**function.__globals__, **twins}, function.__name__, function.__defaults__,
+        function.__code__, {**function.__globals__, **replaced}, function.__name__, function.__defaults__,
         function.__closure__,
     )  # fmt: skip
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
+
+
+ROTARY = "apply_rotary_pos_emb"
+
+
+def with_rotary(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """``forward``, or a copy of it whose rotary embedding runs by a kernel where there is one."""
+    if not isinstance(forward, FunctionType) or hasattr(forward, "__wrapped__") or not is_known(forward):
+        return forward
+    function = forward.__globals__.get(ROTARY) if ROTARY in forward.__code__.co_names else None
+    if not isinstance(function, FunctionType) or not rotates_halves(function):
+        return forward
+
+    def call(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if args or kwargs or not has_rotary_kernel(q, k, cos, sin):
+            return function(q, k, cos, sin, *args, **kwargs)  # type: ignore[no-any-return]
+        return rotary(q, k, cos, sin)
+
+    return _with_globals(forward, {ROTARY: call})
+
+
+@cache
+def rotates_halves(function: Callable[..., Any]) -> bool:
+    """Whether a library's function of (q, k, cos, sin) is the known one, by a trial on a few numbers."""
+    return is_known(function) and bool(in_a_thread(partial(_rotates_halves, function)))
+
+
+def _rotates_halves(function: Callable[..., Any]) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    with torch.device("cpu"), torch.no_grad():
+        for rows in (1, 2):
+            shapes = (2, 3, 5, 8), (2, 1, 5, 8), (rows, 5, 8), (rows, 5, 8)
+            q, k, cos, sin = (torch.randn(shape, dtype=torch.float64, generator=generator) for shape in shapes)
+            expected = [plain_rotary(x.transpose(1, 2), cos, sin).transpose(1, 2) for x in (q, k)]
+            try:
+                results = function(q, k, cos, sin)
+                if len(results) != 2 or not all(map(torch.allclose, results, expected)):
+                    return False
+            except Exception:  # noqa: BLE001 - it takes other arguments
+                return False
+    return True
