@@ -98,7 +98,7 @@ def upstream_ignored(monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(Sum, "scaled", lambda self, factor, keep: result(self))
 
     def mutated(self: HeadPass, y: Any, targets: Any, factor: Any, lse: Any, *rest: Any) -> None:
-        gradient(self, y, targets, torch.ones_like(factor), lse, *rest)
+        gradient(self, y, targets, torch.ones_like(lse), lse, *rest)
 
     monkeypatch.setattr(HeadPass, "gradient", mutated)
 

@@ -68,6 +68,6 @@ def _backward_in_a_worker(request: pytest.FixtureRequest, monkeypatch: pytest.Mo
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several blocks of rows in each tile of a tiny head, with a remainder."""
     from numerics._heads import VOCABULARY
-    from seqtile.ops.lm_loss import logits_tile
+    from seqtile.ops.lm_loss import row_kernels
 
-    monkeypatch.setitem(logits_tile.BLOCK_ELEMENTS, "cpu", 4 * VOCABULARY)
+    monkeypatch.setitem(row_kernels.BLOCK_ELEMENTS, "cpu", 4 * VOCABULARY)

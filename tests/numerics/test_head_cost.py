@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from numerics._births import births
 from numerics._heads import IGNORE, TILED, inputs, twin
 from seqtile.counting import count_live_bytes, count_products
-from seqtile.ops.lm_loss import logits_tile
+from seqtile.ops.lm_loss import row_kernels
 from seqtile.ops.lm_loss.token_logprobs import token_logprobs
 
 TOKENS, HIDDEN, VOCABULARY = 200, 24, 168
@@ -81,7 +81,7 @@ def test_the_peak_is_one_tile_of_logits_and_the_gradients(
     dtype: torch.dtype, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokens, hidden, vocabulary = 2048, 32, 4096
-    monkeypatch.setitem(logits_tile.BLOCK_ELEMENTS, "cpu", 16 * vocabulary)
+    monkeypatch.setitem(row_kernels.BLOCK_ELEMENTS, "cpu", 16 * vocabulary)
     given = inputs(tokens, hidden, vocabulary, dtype=dtype, bias=False)
     size = dtype.itemsize
     trained = int((given["labels"] != IGNORE).sum())

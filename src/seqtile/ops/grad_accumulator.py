@@ -26,13 +26,18 @@ _accelerator_meant = False
 
 @contextmanager
 def as_on_an_accelerator() -> Iterator[None]:
-    """Inside, fake tensors on the CPU are summed as on a device whose products add into fp32: to plan its memory."""
+    """Inside, fake tensors on the CPU stand for those of a device whose products add into fp32: to plan its memory."""
     global _accelerator_meant
     outside, _accelerator_meant = _accelerator_meant, True
     try:
         yield
     finally:
         _accelerator_meant = outside
+
+
+def accelerator_meant() -> bool:
+    """Whether this runs inside of :func:`as_on_an_accelerator`."""
+    return _accelerator_meant
 
 
 def tokens_at_once(left: Tensor, right: Tensor) -> int:

@@ -104,6 +104,14 @@ def only_compiled() -> None:
         raise RanEagerlyError
 
 
+def as_constant(width: int) -> str:
+    """A width as a kernel's body compares it by ``int(...)``: an integer would be a symbol to the compiler.
+
+    Rows of a known width are what it reads once, with a maximum and a sum in one pass.
+    """
+    return str(width)
+
+
 def _compile(kernel: Kernel, number: int) -> Kernel:
     """The compiled kernel; its code object, by which the compiler counts variants and remembers skips, is its own."""
     function = cast(FunctionType, kernel)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from seqtile.ops.kernels import Kernel, Kernels, only_compiled, wide
+from seqtile.ops.kernels import Kernel, Kernels, as_constant, only_compiled, wide
 
 Written = Callable[[Tensor, Tensor | None, Tensor | None, float], Tensor]
 """``(rows [..., D], weight [D], bias [D], epsilon) -> [..., D]``."""
@@ -158,9 +158,11 @@ def _scaled(norm: NormFormula, n: Tensor, weight: Tensor | None) -> Tensor:
 
 
 def _build_forward(norm: NormFormula, width: int) -> Kernel:
+    constant = as_constant(width)
+
     def norm_forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, out: Tensor) -> None:
         only_compiled()
-        assert x.shape[1] == width, "one kernel for each width, of any number of rows"
+        assert x.shape[1] == int(constant), "one kernel for each width, of any number of rows"
         n, _ = _normalised(norm, x)
         y = _scaled(norm, n, weight)
         out.copy_(y if bias is None else y + wide(bias))
@@ -169,12 +171,14 @@ def _build_forward(norm: NormFormula, width: int) -> Kernel:
 
 
 def _build_backward(norm: NormFormula, width: int) -> Kernel:
+    constant = as_constant(width)
+
     def norm_backward(
         x: Tensor, weight: Tensor | None, dy: Tensor, dx: Tensor | None, weight_sum: Tensor | None,
         bias_sum: Tensor | None,
     ) -> None:  # fmt: skip
         only_compiled()
-        assert x.shape[1] == width, "one kernel for each width, of any number of rows"
+        assert x.shape[1] == int(constant), "one kernel for each width, of any number of rows"
         n, inverse = _normalised(norm, x)
         upstream = wide(dy)
         if weight_sum is not None:

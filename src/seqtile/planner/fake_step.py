@@ -22,7 +22,6 @@ from seqtile.install.adapters import lora_config, without_adapters
 from seqtile.install.apply import apply, apply_options, undo
 from seqtile.ops.attention.kernel_calls import is_attention
 from seqtile.ops.grad_accumulator import LOW, as_on_an_accelerator, products_sum_in_fp32
-from seqtile.ops.lm_loss.logits_tile import BLOCK_ELEMENTS
 from seqtile.ops.mlp_tile import Pass as MlpPass
 from seqtile.planner.accelerator_functions import accelerator_functions
 from seqtile.planner.flash_shapes import register_flash_shapes as register_flash
@@ -187,7 +186,7 @@ def fake_step(
             products_sum_in_fp32("cpu", dtype)  # probed with numbers, so before there are none
         built = build(config, setup, "meta", sample)
         with (
-            _sized_for(setup.device_type),
+            _as_on(setup.device_type),
             fake_tensors() as shapes,
             track("cpu", workspace, tokens, shapes) as live,
             ExitStack() as running,
@@ -345,15 +344,10 @@ def count_generator_states(live: Tracker) -> Iterator[None]:
 
 
 @contextmanager
-def _sized_for(device_type: str) -> Iterator[None]:
-    """The head's blocks of logits as large as on the device, and weight gradients summed as there."""
+def _as_on(device_type: str) -> Iterator[None]:
+    """Weight gradients summed, logits read and functions computed as on the device."""
     if device_type == "cpu":
         yield
         return
-    elements = BLOCK_ELEMENTS["cpu"]
-    BLOCK_ELEMENTS["cpu"] = BLOCK_ELEMENTS.get(device_type, 2**25)
-    try:
-        with as_on_an_accelerator(), accelerator_functions():
-            yield
-    finally:
-        BLOCK_ELEMENTS["cpu"] = elements
+    with as_on_an_accelerator(), accelerator_functions():
+        yield

@@ -96,8 +96,9 @@ def linear_cross_entropy(
 
     Cost:
         Matrix products in units of ``2 * n * D * V``: 3 for a scalar (2 if either the head or the states need no
-        gradient), 4 for ``"none"``; without a gradient 1. Memory: one tile of logits in the compute dtype and a few
-        fp32 blocks of rows; the gradients of states and head (fp32 sums for low precision), from the forward on. One
+        gradient), 4 for ``"none"``; without a gradient 1. Beside them an accelerator passes over the logits three
+        times: two reads and a write. Memory: one tile of logits in the compute dtype (on a CPU a few fp32 blocks of its
+        rows too); the gradients of states and head (fp32 sums for low precision), from the forward on. One
         synchronisation with the host, for ``n``.
 
     Raises:

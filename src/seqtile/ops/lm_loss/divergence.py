@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from seqtile.ops.lm_loss.head_nodes import (
 )
 from seqtile.ops.lm_loss.kept_tokens import Condition, KeptTokens, empty_gradient, read_rows
 from seqtile.ops.lm_loss.logits_tile import HeadPass, LogitScaling, Objective
+from seqtile.ops.lm_loss.row_kernels import run_over_rows
 from seqtile.ops.lm_loss.token_logprobs import HeadInput, check_candidates, check_head_input
 from seqtile.ops.mlp import SaveAhead
 from seqtile.ops.token_tiles import refuse_second_derivative
@@ -92,8 +93,8 @@ def linear_divergence(
     Cost:
         Matrix products in units of ``2 * n * D * V`` with the student's ``D``: 3 for a scalar, 4 for ``"none"`` and for
         a teacher's most likely tokens; beside them 1 of the teacher's width, 2 for ``"none"``. Memory: one tile of each
-        one's logits in the compute dtype, a few fp32 blocks of rows, and the student's gradients. One synchronisation
-        with the host, for ``n``.
+        one's logits in the compute dtype (on a CPU a few fp32 blocks of its rows too), and the student's gradients. One
+        synchronisation with the host, for ``n``.
 
     Raises:
         ValueError: what is no tensor or of no floating-point dtype where one is expected, shapes that do not fit,
@@ -213,6 +214,68 @@ def _with_rest(log_p: Tensor) -> Tensor:
     return torch.cat([log_p, (-torch.expm1(taken)).log()], -1)
 
 
+def _write_normaliser(scaling: LogitScaling, y: Tensor, lse: Tensor) -> None:
+    """The log-normaliser of each row of products."""
+    z = scaling.logits(y)
+    top = z.amax(-1, keepdim=True)
+    lse.copy_(((z - top).exp_().sum(-1, keepdim=True).log_() + top).squeeze(-1))
+
+
+@dataclass(frozen=True)
+class _PairFormula:
+    """The arithmetic of two heads' rows of products, ``y`` the student's, whose log-normalisers are known."""
+
+    student: LogitScaling
+    teacher: LogitScaling
+    beta: float
+
+    def _log_probs(self, y: Tensor, y_teacher: Tensor, lse: Tensor, teacher_lse: Tensor) -> tuple[Tensor, Tensor]:
+        log_s = self.student.logits(y).sub_(lse.unsqueeze(-1))
+        return log_s, self.teacher.logits(y_teacher).sub_(teacher_lse.unsqueeze(-1))
+
+    def _mixed(self, log_s: Tensor, log_t: Tensor) -> Tensor:
+        """What the student is compared with: the teacher, or the mean of both."""
+        if self.beta == 1.0:
+            return log_t
+        return torch.logaddexp(log_s + math.log1p(-self.beta), log_t + math.log(self.beta))
+
+    def write_divergences(
+        self, y: Tensor, y_teacher: Tensor, lse: Tensor, teacher_lse: Tensor, divergences: Tensor, of_student: Tensor
+    ) -> None:
+        """Each row's divergence; ``of_student`` is ``KL(s || m)``, which its gradient takes."""
+        log_s, log_t = self._log_probs(y, y_teacher, lse, teacher_lse)
+        if self.beta == 0.0:
+            t = log_t.exp()
+            divergences.copy_((t * (log_t - log_s)).masked_fill_(t == 0, 0).sum(-1))
+            return
+        s, mixed = log_s.exp(), self._mixed(log_s, log_t)
+        student_part = (s * (log_s - mixed)).masked_fill_(s == 0, 0).sum(-1)
+        of_student.copy_(student_part)
+        if self.beta < 1.0:
+            t = log_t.exp()
+            teacher_part = (t * (log_t - mixed)).masked_fill_(t == 0, 0).sum(-1)
+            divergences.copy_(self.beta * teacher_part + (1 - self.beta) * student_part)
+        else:
+            divergences.copy_(student_part)
+
+    def write_gradient(
+        self, y: Tensor, y_teacher: Tensor, lse: Tensor, teacher_lse: Tensor, of_student: Tensor, factor: Tensor | None
+    ) -> None:
+        """Over the student's products, the gradient of the divergences times ``factor``."""
+        log_s, log_t = self._log_probs(y, y_teacher, lse, teacher_lse)
+        if self.beta == 0.0:
+            dz = log_s.exp_().sub_(log_t.exp_())
+        else:
+            s = log_s.exp()
+            dz = (log_s - self._mixed(log_s, log_t)).sub_(of_student.unsqueeze(-1)).mul_(s).masked_fill_(s == 0, 0)
+            if self.beta < 1.0:
+                dz.mul_(1 - self.beta)
+        if factor is not None:
+            dz.mul_(factor.unsqueeze(-1))
+        self.student.through(dz, y)
+        y.copy_(dz)
+
+
 @dataclass(frozen=True)
 class _Pair:
     """The two heads of a call, without a tensor."""
@@ -240,43 +303,24 @@ class _Pair:
                     work.product(read_rows(x[0], kept.index, tile))
                     for work, x in zip(passes, (student_tensors, constants), strict=True)
                 )
-                self.of_rows(*passes, y, y_teacher, divergences[tile])
+                self.of_rows(y, y_teacher, divergences[tile])
         return divergences
 
     def of_rows(
-        self, student: HeadPass, teacher: HeadPass, y: Tensor, y_teacher: Tensor, divergences: Tensor,
-        factor: Tensor | None = None, gradient: bool = False,
-    ) -> None:  # fmt: skip
+        self, y: Tensor, y_teacher: Tensor, divergences: Tensor, factor: Tensor | None = None, gradient: bool = False
+    ) -> None:
         """Write each row's divergence; with ``gradient``, write that over ``y``, times ``factor`` (None: 1)."""
-        beta = self.beta
-        for block in student.blocks(y.shape[0]):
-            log_s, log_t = (  # [rows, V]
-                work.logits(each[block]).div_(self.temperature).log_softmax(-1)
-                for work, each in ((student, y), (teacher, y_teacher))
-            )
-            t = log_t.exp()
-            if beta == 0.0:
-                divergences[block] = (log_t - log_s).mul_(t).masked_fill_(t == 0, 0).sum(-1)
-                dz = log_s.exp_().sub_(t) if gradient else None
-            else:
-                s = log_s.exp()
-                mixed = log_t
-                if beta < 1.0:
-                    mixed = torch.logaddexp(log_s + math.log1p(-beta), log_t + math.log(beta))
-                gap = log_s.sub_(mixed)
-                of_student = (s * gap).masked_fill_(s == 0, 0).sum(-1)  # KL(s || m), or KL(s || t)
-                divergences[block] = of_student
-                if beta < 1.0:
-                    of_teacher = log_t.sub_(mixed).mul_(t).masked_fill_(t == 0, 0).sum(-1)
-                    divergences[block] = beta * of_teacher + (1 - beta) * of_student
-                dz = gap.sub_(of_student.unsqueeze(-1)).mul_(s).masked_fill_(s == 0, 0) if gradient else None
-                if dz is not None and beta < 1.0:
-                    dz.mul_(1 - beta)
-            if dz is not None:
-                if factor is not None:
-                    dz.mul_(factor[block].unsqueeze(-1))
-                student.through_scaling(dz.div_(self.temperature), y[block])
-                y[block] = dz
+        student, teacher = (
+            replace(scaling, temperature=scaling.temperature * self.temperature)
+            for scaling in (self.student.objective.scaling, self.teacher.objective.scaling)
+        )
+        formula = _PairFormula(student, teacher, self.beta)
+        normalisers, of_student = [torch.empty_like(divergences) for _ in range(2)], torch.empty_like(divergences)
+        for scaling, logits, lse in zip((student, teacher), (y, y_teacher), normalisers, strict=True):
+            run_over_rows(_write_normaliser, scaling, (logits, lse))
+        run_over_rows(_PairFormula.write_divergences, formula, (y, y_teacher, *normalisers, divergences, of_student))
+        if gradient:
+            run_over_rows(_PairFormula.write_gradient, formula, (y, y_teacher, *normalisers, of_student, factor))
 
     def gradients(
         self, kept: KeptTokens, student_tensors: Sequence[Any], constants: Sequence[Any], needs: Sequence[bool],
@@ -294,7 +338,7 @@ class _Pair:
                 x = read_rows(hidden, kept.index, tile)  # [t, D]
                 y, y_teacher = student.product(x), teacher.product(read_rows(constants[0], kept.index, tile))
                 of_tile = None if factor is None else factor[tile]
-                self.of_rows(student, teacher, y, y_teacher, divergences[tile], of_tile, gradient=True)
+                self.of_rows(y, y_teacher, divergences[tile], of_tile, gradient=True)
                 add_gradients(student, y, x, kept.index, tile, dx, totals)
         return divergences, dx, totals
 

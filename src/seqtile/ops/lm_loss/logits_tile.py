@@ -1,7 +1,7 @@
 """The arithmetic of a language-model head over one tile of tokens: logits, losses, and the logits' gradient in place.
 
-Everything after the product runs in fp32 (float64 for float64 states), over blocks of rows, so that a tile costs its
-logits in the compute dtype and not two or three fp32 copies of them.
+Everything after the product runs in fp32 (float64 for float64 states): in compiled kernels on accelerators, else over
+blocks of rows, so that a tile costs its logits in the compute dtype and not two or three fp32 copies of them.
 
 Shapes: ``t`` tokens of the tile, ``b`` of one block of rows, ``D`` features of a hidden state, ``V`` the vocabulary.
 """
@@ -10,16 +10,13 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from seqtile._errors import expect_number
-
-BLOCK_ELEMENTS = {"cpu": 2**20}
-"""Elements of one fp32 block of rows: in the cache of a CPU core; elsewhere 2**25, enough to fill a device."""
+from seqtile.ops.lm_loss.row_kernels import blocks_of_rows, run_over_rows
 
 
 @dataclass(frozen=True)
@@ -57,6 +54,26 @@ class LogitScaling:
         """The logits as a new tensor, through autograd: the plain twin."""
         z = y * self.before if self.before != 1.0 else y
         return torch.tanh(z) * self.after if self.softcap else z
+
+    def logits(self, y: Tensor, temperature: Tensor | None = None) -> Tensor:
+        """The logits of some rows, ``[r, ...]``, as a new tensor in fp32; ``temperature`` is ``[r]``."""
+        z = y.to(torch.promote_types(y.dtype, torch.float32), copy=True)
+        if self.before != 1.0:
+            z.mul_(self.before)
+        if self.softcap:
+            z.tanh_().mul_(self.after)
+        return z if temperature is None else z.div_(temperature.unsqueeze(-1))
+
+    def through(self, dz: Tensor, y: Tensor, temperature: Tensor | None = None) -> None:
+        """Turn the gradient of logits into that of the products ``y`` they were made of, in place."""
+        if self.softcap:
+            bent = y.to(dz.dtype, copy=True).mul_(self.before).tanh_().square_()
+            dz.sub_(bent.mul_(dz))
+        factor = self.before * self.after
+        if factor != 1.0:
+            dz.mul_(factor)
+        if temperature is not None:
+            dz.div_(temperature.unsqueeze(-1))
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,141 +160,167 @@ class Wanted:
         return Wanted(**cut, top_k=self.top_k)
 
 
+@dataclass(frozen=True)
+class RowFormula:
+    """The arithmetic of one row of products, in numbers: what a kernel is compiled for.
+
+    Each method writes over some rows, ``[r, V]`` and ``[r]``, in place and in fp32 inside: eagerly over a block, or as
+    one kernel over a whole tile. Optional tensors are None.
+
+    Attributes:
+        scaling: from product to logits.
+        smoothing: ``s`` of :class:`Objective`.
+        z_loss: of :class:`Objective`.
+        top_k: ``k`` of ``hit``.
+    """
+
+    scaling: LogitScaling
+    smoothing: float
+    z_loss: float
+    top_k: int = 1
+
+    def write_losses(
+        self, y: Tensor, ids: Tensor, temperature: Tensor | None, loss: Tensor, lse: Tensor,
+        mean_logit: Tensor | None = None, hit: Tensor | None = None, class_weights: Tensor | None = None,
+        weight_sum: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """Loss and log-normaliser of each row."""
+        z = self.scaling.logits(y, temperature)
+        at_target = self.scaling.logits(y.gather(-1, ids.unsqueeze(-1)), temperature)  # [r, 1]
+        if hit is not None:
+            hit.copy_((z > at_target).sum(-1) < self.top_k)
+        if mean_logit is not None:
+            mean_logit.copy_(z.mean(-1))
+        # The compiler makes one pass of maximum and sum where they are written in this way.
+        top = z.amax(-1, keepdim=True)
+        normaliser = ((z - top).exp_().sum(-1, keepdim=True).log_() + top).squeeze(-1)
+        lse.copy_(normaliser)
+        value = (normaliser - at_target.squeeze(-1)) * self._own(ids, class_weights)
+        if self.smoothing:
+            total = z.sum(-1) if class_weights is None else (z * class_weights).sum(-1)
+            count = y.shape[1] if weight_sum is None else weight_sum
+            value = value + (count * normaliser - total) * (self.smoothing / y.shape[1])
+        if self.z_loss:
+            value = value + self.z_loss * normaliser.square()
+        loss.copy_(value)
+
+    def write_entropies(
+        self, y: Tensor, temperature: Tensor | None, lse: Tensor, entropy: Tensor | None,
+        log_sum_squares: Tensor | None,
+    ) -> None:  # fmt: skip
+        """Entropy and the log of the summed squares of the probabilities of each row."""
+        z = self.scaling.logits(y, temperature)
+        p = (z - lse.unsqueeze(-1)).exp_()
+        if log_sum_squares is not None:
+            log_sum_squares.copy_(p.square().sum(-1).log_())
+        if entropy is not None:
+            entropy.copy_(lse - p.mul_(z).sum(-1))
+
+    def write_gradient(
+        self, y: Tensor, ids: Tensor, temperature: Tensor | None, is_local: Tensor | None, factor: Tensor | None,
+        lse: Tensor, entropy: Tensor | None = None, entropy_factor: Tensor | None = None,
+        candidates: Tensor | None = None, candidates_factor: Tensor | None = None, class_weights: Tensor | None = None,
+        weight_sum: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """Over the products, the gradient of the losses times ``factor`` (None: 1) and of what else has a factor."""
+        p = self.scaling.logits(y, temperature).sub_(lse.unsqueeze(-1))
+        of_entropy = None
+        if entropy is not None and entropy_factor is not None:
+            of_entropy = p.exp().mul_(p + entropy.unsqueeze(-1)).mul_(-entropy_factor.unsqueeze(-1))
+        p.exp_()
+        factor = torch.ones_like(lse) if factor is None else factor
+        smoothing = self.smoothing / y.shape[1]
+        at_target = factor * self._own(ids, class_weights)  # [r]
+        every = at_target
+        if smoothing:
+            every = every + factor * (smoothing * (y.shape[1] if weight_sum is None else weight_sum))
+        if self.z_loss:
+            every = every + factor * (2 * self.z_loss * lse)
+        if candidates_factor is not None:
+            every = every - candidates_factor.sum(-1)
+        p.mul_(every.unsqueeze(-1))
+        if smoothing:
+            spread = (factor * smoothing).unsqueeze(-1)  # [r, 1]
+            p.sub_(spread if class_weights is None else spread * class_weights)
+        if is_local is not None:
+            at_target = at_target * is_local
+        if torch.compiler.is_compiling():  # a scatter would be a kernel of its own, over an fp32 copy
+            tokens = torch.arange(y.shape[1], device=y.device)
+            p = torch.where(tokens == ids.unsqueeze(-1), p - at_target.unsqueeze(-1), p)
+        else:
+            p.scatter_add_(-1, ids.unsqueeze(-1), -at_target.unsqueeze(-1))
+        if candidates is not None and candidates_factor is not None:
+            p.scatter_add_(-1, candidates, candidates_factor)
+        if of_entropy is not None:
+            p.add_(of_entropy)
+        self.scaling.through(p, y, temperature)
+        y.copy_(p)
+
+    def _own(self, ids: Tensor, class_weights: Tensor | None) -> Tensor | float:
+        """Factor of the target's own term in the loss."""
+        hard_weight = 1 - self.smoothing
+        return hard_weight if class_weights is None else hard_weight * class_weights[ids]
+
+
 class HeadRows:
     """What happens to a tile's products, row by row; knows no weight.
 
+    On accelerators one kernel reads a tile to find its losses, another reads it again and writes their gradient over
+    it: three passes over memory beside the products. Where no kernel runs, the same is done over blocks of rows.
+
     Args:
         objective: what is summed per token.
-        vocabulary: ``V``.
         dtype: dtype of the products.
         device: where they are.
     """
 
-    def __init__(self, objective: Objective, vocabulary: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.objective, self.vocabulary, self.dtype, self.device = objective, vocabulary, dtype, device
+    def __init__(self, objective: Objective, dtype: torch.dtype, device: torch.device) -> None:
+        self.objective, self.dtype, self.device = objective, dtype, device
         self.wide = torch.promote_types(dtype, torch.float32)
+        self.formula = RowFormula(objective.scaling, objective.label_smoothing, objective.z_loss)
         weights = objective.class_weights
-        self.class_weights = None if weights is None else weights.detach().to(device, self.wide)
-        self.weight_sum = float(vocabulary) if self.class_weights is None else self.class_weights.sum()
-
-    def blocks(self, rows: int) -> Iterator[slice]:
-        """Blocks of rows for what runs in fp32."""
-        step = max(1, BLOCK_ELEMENTS.get(self.device.type, 2**25) // max(1, self.vocabulary))
-        for start in range(0, rows, step):
-            yield slice(start, min(start + step, rows))
-
-    def logits(self, y: Tensor, temperature: Tensor | None = None) -> Tensor:
-        """One block's logits in fp32, ``[b, V]``, a new tensor; ``temperature`` is ``[b]``."""
-        scaling = self.objective.scaling
-        z = y.to(self.wide, copy=True)  # [b, V]
-        if scaling.before != 1.0:
-            z.mul_(scaling.before)
-        if scaling.softcap:
-            z.tanh_().mul_(scaling.after)
-        return z if temperature is None else z.div_(temperature.unsqueeze(-1))
+        self._weights: tuple[Tensor | None, Tensor | None] = (None, None)
+        if weights is not None:
+            self._weights = (weights.detach().to(device, self.wide), weights.detach().to(device, self.wide).sum())
 
     def losses(self, y: Tensor, targets: TileTargets, loss: Tensor, lse: Tensor, wanted: Wanted) -> None:
         """Write each row's loss, log-normaliser ``[t]`` and whatever else is wanted; ``y`` ``[t, V]`` stays."""
-        for block in self.blocks(y.shape[0]):
-            z = self.logits(y[block], targets[block].temperature)
-            results = wanted.narrow(block)
-            self._loss(z, targets[block], loss[block], lse[block], results)
-            if results.entropy is not None or results.log_sum_squares is not None:
-                _write_entropies(z, lse[block], results)
+        formula = replace(self.formula, top_k=wanted.top_k)
+        rows = (y, targets.ids, targets.temperature, loss, lse, wanted.mean_logit, wanted.hit)
+        run_over_rows(RowFormula.write_losses, formula, rows, self._weights)
+        if wanted.entropy is not None or wanted.log_sum_squares is not None:
+            entropies = (y, targets.temperature, lse, wanted.entropy, wanted.log_sum_squares)
+            run_over_rows(RowFormula.write_entropies, formula, entropies)
+        if wanted.candidates is not None and targets.candidates is not None:
+            z = formula.scaling.logits(y.gather(-1, targets.candidates), targets.temperature)  # [t, k]
+            wanted.candidates.copy_(z - lse.unsqueeze(-1))
+        if wanted.argmax is None and wanted.top_log_probs is None:
+            return
+        for block in blocks_of_rows(y):
+            z, best = formula.scaling.logits(y[block], targets[block].temperature), wanted.narrow(block)
+            if best.argmax is not None:
+                best.argmax.copy_(z.argmax(-1))
+            if best.top_log_probs is not None and best.top_tokens is not None:
+                values, tokens = z.topk(best.top_tokens.shape[-1], -1)  # [b, k] each
+                best.top_log_probs.copy_(values - lse[block].unsqueeze(-1))
+                best.top_tokens.copy_(tokens)
 
     def losses_and_gradient(
         self, y: Tensor, targets: TileTargets, factor: Tensor | None, loss: Tensor, lse: Tensor
     ) -> None:
         """Write each row's loss, and over its products their gradient times ``factor`` (None: 1)."""
-        factor = lse.new_ones(()).expand(lse.shape) if factor is None else factor
-        for block in self.blocks(y.shape[0]):
-            z = self.logits(y[block], targets[block].temperature)
-            self._loss(z, targets[block], loss[block], lse[block], Wanted())
-            z.sub_(lse[block].unsqueeze(-1)).exp_()
-            self._gradient(z, y[block], targets[block], factor[block], lse[block])  # z: probabilities, [b, V]
+        self.losses(y, targets, loss, lse, Wanted())
+        self.gradient(y, targets, factor, lse)
 
     def gradient(
-        self, y: Tensor, targets: TileTargets, factor: Tensor, lse: Tensor, entropy: Tensor | None = None,
+        self, y: Tensor, targets: TileTargets, factor: Tensor | None, lse: Tensor, entropy: Tensor | None = None,
         entropy_factor: Tensor | None = None, candidates_factor: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Write the gradient, ``lse`` being known; ``*_factor`` are upstream gradients of entropies and candidates."""
-        for block in self.blocks(y.shape[0]):
-            z = self.logits(y[block], targets[block].temperature).sub_(lse[block].unsqueeze(-1))
-            extra = None
-            if entropy is not None and entropy_factor is not None:
-                extra = z.exp().mul_(z + entropy[block].unsqueeze(-1)).mul_(-entropy_factor[block].unsqueeze(-1))
-            z.exp_()
-            of_candidates = None if candidates_factor is None else candidates_factor[block]
-            self._gradient(z, y[block], targets[block], factor[block], lse[block], extra, of_candidates)
-
-    def _loss(self, z: Tensor, targets: TileTargets, loss: Tensor, lse: Tensor, results: Wanted) -> None:
-        """Write loss and log-normaliser, ``[b]``, of one block of logits, ``[b, V]``."""
-        aim = self.objective
-        top, best = z.max(-1) if results.argmax is not None else (z.amax(-1), None)  # [b]
-        at_target = z.gather(-1, targets.ids.unsqueeze(-1)).squeeze(-1)  # [b, V] -> [b]
-        lse.copy_((z - top.unsqueeze(-1)).exp_().sum(-1).log_().add_(top))
-        value = (lse - at_target).mul_(self._own(targets.ids))
-        if aim.label_smoothing:
-            mean = z.sum(-1) if self.class_weights is None else torch.mv(z, self.class_weights)  # [b, V] -> [b]
-            value += (self.weight_sum * lse - mean) * (aim.label_smoothing / self.vocabulary)
-        if aim.z_loss:
-            value += aim.z_loss * lse.square()
-        loss.copy_(value)
-        if results.argmax is not None and best is not None:
-            results.argmax.copy_(best)
-        if results.hit is not None:
-            results.hit.copy_((z > at_target.unsqueeze(-1)).sum(-1) < results.top_k)
-        if results.mean_logit is not None:
-            results.mean_logit.copy_(z.mean(-1))
-        if results.candidates is not None and targets.candidates is not None:
-            results.candidates.copy_(z.gather(-1, targets.candidates) - lse.unsqueeze(-1))  # [b, k]
-        if results.top_log_probs is not None and results.top_tokens is not None:
-            values, tokens = z.topk(results.top_tokens.shape[-1], -1)  # [b, k] each
-            results.top_log_probs.copy_(values - lse.unsqueeze(-1))
-            results.top_tokens.copy_(tokens)
-
-    def _own(self, ids: Tensor) -> Tensor | float:
-        """Factor of the target's own term in the loss."""
-        hard_weight = 1 - self.objective.label_smoothing
-        return hard_weight if self.class_weights is None else hard_weight * self.class_weights[ids]
-
-    def _gradient(
-        self, p: Tensor, y: Tensor, targets: TileTargets, factor: Tensor, lse: Tensor, extra: Tensor | None = None,
-        of_candidates: Tensor | None = None,
-    ) -> None:  # fmt: skip
-        """Turn probabilities into the gradient of the products, times ``factor``, and write it over ``y``."""
-        aim = self.objective
-        smoothing = aim.label_smoothing / self.vocabulary
-        target_factor = factor * self._own(targets.ids)  # [b]
-        every = target_factor if not smoothing else target_factor + factor * (smoothing * self.weight_sum)
-        if aim.z_loss:
-            every = every + factor * (2 * aim.z_loss * lse)
-        if of_candidates is not None:
-            every = every - of_candidates.sum(-1)
-        p.mul_(every.unsqueeze(-1))  # [b, V]
-        if smoothing:
-            weights = p.new_ones(self.vocabulary) if self.class_weights is None else self.class_weights
-            p.addr_(factor, weights, alpha=-smoothing)
-        at_target = target_factor if targets.is_local is None else target_factor * targets.is_local  # [b]
-        p.scatter_add_(-1, targets.ids.unsqueeze(-1), -at_target.unsqueeze(-1))
-        if of_candidates is not None and targets.candidates is not None:
-            p.scatter_add_(-1, targets.candidates, of_candidates)
-        if extra is not None:
-            p.add_(extra)
-        self.through_scaling(p, y, targets.temperature)
-        y.copy_(p)
-
-    def through_scaling(self, dz: Tensor, y: Tensor, temperature: Tensor | None = None) -> None:
-        """Turn the gradient of logits into that of the products ``y`` they were made of, ``[b, V]``, in place."""
-        scaling = self.objective.scaling
-        if scaling.softcap:
-            bent = y.to(self.wide, copy=True).mul_(scaling.before).tanh_().square_()
-            dz.sub_(bent.mul_(dz))
-        through = scaling.before * scaling.after
-        if through != 1.0:
-            dz.mul_(through)
-        if temperature is not None:
-            dz.div_(temperature.unsqueeze(-1))
+        candidates = None if candidates_factor is None else targets.candidates
+        rows = (y, targets.ids, targets.temperature, targets.is_local, factor, lse, entropy, entropy_factor,
+                candidates, candidates_factor)  # fmt: skip
+        run_over_rows(RowFormula.write_gradient, self.formula, rows, self._weights)
 
 
 class HeadPass(HeadRows):
@@ -294,10 +337,10 @@ class HeadPass(HeadRows):
     def __init__(
         self, objective: Objective, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, tile: int
     ) -> None:
-        super().__init__(objective, weight.shape[0], dtype, weight.device)
+        super().__init__(objective, dtype, weight.device)
         self.matrix = weight.detach().to(dtype)
         self.bias = None if bias is None else bias.detach().to(dtype)
-        self._buffer = torch.empty(tile, self.vocabulary, dtype=dtype, device=weight.device)
+        self._buffer = torch.empty(tile, weight.shape[0], dtype=dtype, device=weight.device)
 
     def product(self, x: Tensor) -> Tensor:
         """``x @ weight.T + bias`` of one tile, ``[t, D] -> [t, V]``, in the shared buffer."""
@@ -305,12 +348,3 @@ class HeadPass(HeadRows):
         if self.bias is None:
             return torch.mm(x.to(self.dtype), self.matrix.t(), out=y)
         return torch.addmm(self.bias, x.to(self.dtype), self.matrix.t(), out=y)
-
-
-def _write_entropies(z: Tensor, lse: Tensor, results: Wanted) -> None:
-    """Entropy and the log of the summed squares of the probabilities, ``[b]``, of logits ``[b, V]``."""
-    p = (z - lse.unsqueeze(-1)).exp_()
-    if results.log_sum_squares is not None:
-        results.log_sum_squares.copy_(p.square().sum(-1).log_())
-    if results.entropy is not None:
-        results.entropy.copy_(lse - p.mul_(z).sum(-1))

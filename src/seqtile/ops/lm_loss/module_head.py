@@ -134,7 +134,7 @@ class _HeadTotal(torch.autograd.Function):
             tile = slice(start, start + size)
             y, leaves = plan.tile(read_rows(hidden, kept.index, tile), weights, needs)  # [t, D] -> [t, V]
             dy = y.detach()  # the gradient replaces the logits where they are; PyTorch notices a head that needs them
-            rows, targets = HeadRows(plan.aim, y.shape[-1], y.dtype, y.device), TileTargets(kept.targets[tile])
+            rows, targets = HeadRows(plan.aim, y.dtype, y.device), TileTargets(kept.targets[tile])
             loss, lse = (dy.new_empty(size, dtype=rows.wide) for _ in range(2))
             if not leaves:
                 rows.losses(dy, targets, loss, lse, Wanted())

@@ -18,7 +18,8 @@ from torch import Tensor
 from seqtile.ops.grad_accumulator import Sum
 from seqtile.ops.lm_loss.head_nodes import NO_SECOND_DERIVATIVE, HeadCall, LossPlan, add_gradients
 from seqtile.ops.lm_loss.kept_tokens import KeptTokens, empty_gradient, read_rows
-from seqtile.ops.lm_loss.logits_tile import TileTargets
+from seqtile.ops.lm_loss.logits_tile import LogitScaling, TileTargets
+from seqtile.ops.lm_loss.row_kernels import run_over_rows
 from seqtile.ops.mlp import SaveAhead
 from seqtile.ops.token_tiles import refuse_second_derivative
 
@@ -81,6 +82,19 @@ def sharded_scores(call: HeadCall, shard: VocabularyShard, temperature: Tensor |
     return _Sharded.apply(call.plan, token.grad_fn, token, call.kept, targets, shard.group, *differentiated)  # type: ignore[no-any-return, no-untyped-call]
 
 
+def _write_shares(
+    scaling: LogitScaling, y: Tensor, ids: Tensor, temperature: Tensor | None, is_local: Tensor, lse: Tensor,
+    at_target: Tensor, mean_logit: Tensor,
+) -> None:  # fmt: skip
+    """Of this rank's rows of the head: log-normaliser, the target's logit (0 elsewhere), expected logit."""
+    z = scaling.logits(y, temperature)
+    at_target.copy_(scaling.logits(y.gather(-1, ids.unsqueeze(-1)), temperature).squeeze(-1) * is_local)
+    top = z.amax(-1, keepdim=True)
+    normaliser = (z - top).exp_().sum(-1, keepdim=True).log_() + top
+    lse.copy_(normaliser.squeeze(-1))
+    mean_logit.copy_(((z - normaliser).exp_() * z).sum(-1))
+
+
 class _Sharded(torch.autograd.Function):
     """As the per-token node of a whole head; the logits are computed again in the backward."""
 
@@ -93,20 +107,22 @@ class _Sharded(torch.autograd.Function):
         assert is_local is not None
         with torch.no_grad(), plan.casts.off():
             work = plan.work(weight, bias)
-            lse = hidden.new_empty(len(kept), dtype=work.wide)
-            reduced = hidden.new_empty(len(kept), 3, dtype=work.wide)  # weight of this rank, target's logit, mean logit
+            lse, at_target, mean_logit = (hidden.new_empty(len(kept), dtype=work.wide) for _ in range(3))
             for tile in plan.parts():
-                y = work.product(read_rows(hidden, kept.index, tile))  # [t, rows of this rank]
-                for block in work.blocks(y.shape[0]):
-                    rows, block_targets = slice(tile.start + block.start, tile.start + block.stop), targets[tile][block]
-                    z = work.logits(y[block], block_targets.temperature)  # [b, rows of this rank]
-                    lse[rows] = z.logsumexp(-1)
-                    reduced[rows, 1] = z.gather(-1, block_targets.ids.unsqueeze(-1)).squeeze(-1).mul_(is_local[rows])
-                    reduced[rows, 2] = ((z - lse[rows].unsqueeze(-1)).exp_() * z).sum(-1)
+                y, of_tile = work.product(read_rows(hidden, kept.index, tile)), targets[tile]  # [t, rows of this rank]
+                per_row = (
+                    of_tile.ids,
+                    of_tile.temperature,
+                    of_tile.is_local,
+                    lse[tile],
+                    at_target[tile],
+                    mean_logit[tile],
+                )
+                run_over_rows(_write_shares, plan.objective.scaling, (y, *per_row))
             top = lse.clone()
             dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
-            reduced[:, 0] = (lse - top).exp_()
-            reduced[:, 2] *= reduced[:, 0]
+            share = (lse - top).exp_()
+            reduced = torch.stack([share, at_target, mean_logit * share], -1)
             dist.all_reduce(reduced, group=group)
             total, at_target, weighted = reduced.unbind(-1)  # [n] each
             lse = total.log().add_(top)
