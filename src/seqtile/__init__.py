@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from seqtile._errors import UserError as UserError
     from seqtile.counting import count_live_bytes as count_live_bytes
     from seqtile.counting import count_products as count_products
+    from seqtile.fitting import fit as fit
     from seqtile.install.apply import applied as applied
     from seqtile.install.apply import apply as apply
     from seqtile.install.apply import undo as undo
@@ -48,6 +49,7 @@ _HOMES = {
     "count_live_bytes": "seqtile.counting",
     "count_products": "seqtile.counting",
     "deferred_logits": "seqtile.lm_loss.tiled_loss",
+    "fit": "seqtile.fitting",
     "importance_ratios": "seqtile.ops.lm_loss.policy",
     "linear_cross_entropy": "seqtile.ops.lm_loss.cross_entropy",
     "linear_divergence": "seqtile.ops.lm_loss.divergence",

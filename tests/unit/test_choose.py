@@ -127,7 +127,7 @@ def test_what_only_the_expected_estimate_fits_is_taken_with_the_tiles_of_auto(mo
 
 
 def test_nothing_that_fits_is_one_sentence_with_the_longest_that_would():
-    with pytest.raises(RunError, match=r"tightest settings: 15.50 GiB of 14.00 GiB .*: --max-length 4096, or more"):
+    with pytest.raises(RunError, match=r"tightest settings: 15.50 GiB of 14.00 GiB .*longest that fits is 4,096"):
         ask(14)
 
 
@@ -268,7 +268,9 @@ def test_the_length_alone_chooses_where_there_is_an_accelerator(folder: Path, mo
     plain = recipe_of(folder)
     assert plain.fit is None and run.fitted(plain, None, told.append) == plain and told == []  # none here
     monkeypatch.setattr(fits, "can_offload", lambda: True)
-    monkeypatch.setattr(fits, "fit", lambda recipe, _: fits.Fitted(recipe.model_copy(update={"fit": False}), ("why",)))
+    monkeypatch.setattr(
+        fits, "fit_recipe", lambda recipe, _: fits.Fitted(recipe.model_copy(update={"fit": False}), ("why",))
+    )
     assert run.fitted(plain, None, told.append).fit is False and told == ["why"]
     assert run.fitted(recipe_of(folder, fit=False), None, told.append).fit is False and told == ["why"]
     assert run.fitted(plain, folder, told.append).fit is False and told == ["why"]  # a run that goes on
@@ -281,7 +283,7 @@ def test_the_length_alone_chooses_where_there_is_an_accelerator(folder: Path, mo
             raise error("no plan knows this")
 
         told.clear()
-        monkeypatch.setattr(fits, "fit", nothing)
+        monkeypatch.setattr(fits, "fit_recipe", nothing)
         assert run.fitted(plain, None, told.append) == plain.model_copy(update={"fit": False})
         assert len(told) == 1 and told[0].startswith("fit: nothing was chosen, and the settings stay as they are: ")
         with pytest.raises(error, match="no plan knows this"):

@@ -38,6 +38,7 @@ ORDER = """
     install
     verification
     planner
+    fitting
     train integrations
     cli
 """

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 
@@ -74,6 +76,8 @@ class Report(PrintsAsSentence):
         checkpointing: what activation checkpoints keep and where, or "".
         rows: how many norms and projections run in tiles of their own, or "".
         state: what was done to layers that carry a state, or "".
+        settings: what :func:`seqtile.fit` chose, as arguments of :func:`seqtile.apply`; empty without it.
+        why: the plan that :func:`seqtile.fit` chose by, and the reason for each setting, one sentence each.
     """
 
     blocks: tuple[Block, ...]
@@ -86,6 +90,8 @@ class Report(PrintsAsSentence):
     checkpointing: str = ""
     rows: str = ""
     state: str = ""
+    settings: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    why: tuple[str, ...] = ()
 
     @property
     def tiled(self) -> int:
@@ -173,10 +179,11 @@ class Report(PrintsAsSentence):
             first, others = self.left[0], len(self.left) - 1
             done = [f"tiled nothing: {first.name} ({first.class_name}): {first.why}"]
             done += [f"and {others} more were left, see report.left"] if others else []
+        notes = [*self.notes, *self.why[:1]]
         if not self.blocks:
-            return "; ".join([*done, *self.notes])
+            return "; ".join([*done, *notes])
         custom = [f"{module.name} ({module.class_name})" for module in self.left if module.custom]
         if custom:
             further = f" and {len(custom) - 1} more" if custom[1:] else ""
             done.append(f"custom code left untiled: {custom[0]}{further}, see report.left")
-        return "; ".join([f"tiled {self.tiled} of {self.found} {what} ({names}), {tiles}, {paths}", *done, *self.notes])
+        return "; ".join([f"tiled {self.tiled} of {self.found} {what} ({names}), {tiles}, {paths}", *done, *notes])

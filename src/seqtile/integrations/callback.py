@@ -15,7 +15,8 @@ from seqtile._errors import UserError
 from seqtile._log import first_rank_logger
 from seqtile.devices import GIB, empty_cache, peak_bytes, peak_resident_bytes, reset_peak
 from seqtile.engines.sequence_parallel import refuse_split_states
-from seqtile.install.apply import apply, carries, tiled_names
+from seqtile.fitting import Choice, apply_choice, choose_for, planned_optimizer
+from seqtile.install.apply import apply, apply_options, carries, tiled_names
 from seqtile.install.report import Report
 from seqtile.options import OF_BLOCKS, TilingOptions
 from seqtile.recognise.decoder_layers import states_of
@@ -49,6 +50,9 @@ class TilingCallback(TrainerCallback):
     Args:
         report: what :func:`seqtile.apply` returned, where the model was tiled by hand: it is logged and nothing is
             tiled.
+        max_length: tokens of the longest row: what it needs is chosen as by :func:`seqtile.fit`, when the trainer is
+            built, with the trainer's optimiser, engine, batch size and precision.
+        device: with ``max_length``, the device that is planned for, as for :func:`seqtile.fit`.
         **settings: keyword arguments of :func:`seqtile.apply`.
 
     Attributes:
@@ -63,19 +67,25 @@ class TilingCallback(TrainerCallback):
             training starts, if another library replaced what was tiled since.
     """
 
-    def __init__(self, report: Report | None = None, /, **settings: Any) -> None:
+    def __init__(
+        self, report: Report | None = None, /, *, max_length: int | None = None, device: Any = None, **settings: Any
+    ) -> None:
         try:
             inspect.signature(apply).bind(None, **settings)
         except TypeError as error:
             raise TypeError(f"TilingCallback takes what seqtile.apply takes: {error}") from None
-        if report is not None and (settings or not isinstance(report, Report)):
+        if report is not None and (settings or max_length is not None or not isinstance(report, Report)):
             raise UserError(
                 f"TilingCallback got {type(report).__name__} and the settings {sorted(settings)}; give either the "
                 "report of seqtile.apply, or settings for the callback to tile with"
             )
+        if device is not None and max_length is None:
+            raise UserError(f"device={device!r} is what max_length is planned for; give max_length too")
+        self._max_length, self._device = max_length, device
         self._options = TilingOptions(**settings)  # each value is checked here, not when the trainer is built
+        self._choice: Choice | None = None
         self.report = report
-        self._settings, self._by_hand = settings, report is not None
+        self._by_hand = report is not None
         self._news: dict[str, Any] = {}
         self._references: list[str] | None = None  # what the first log of a run says of them; None after it
         self._peaks: _Peaks | None = None
@@ -83,9 +93,9 @@ class TilingCallback(TrainerCallback):
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         """The trainer has been built."""
-        _go_first(self)
+        trainer = _go_first(self)
         if not self._by_hand:
-            self.report = apply(model, **self._settings)
+            self.report = self._tile(model, trainer)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         """The engine has wrapped the model; nothing has run."""
@@ -93,7 +103,7 @@ class TilingCallback(TrainerCallback):
         expected = self.report if self.report is not None and (self._by_hand or carries(model)) else None
         # use_liger_kernel=True patches the instances when training begins, after on_init_end.
         if expected is None or (not self._by_hand and _lost(model, expected)):
-            self.report = apply(model, **self._settings)
+            self.report = self._tile(model, trainer)
         assert self.report is not None
         self._refuse_what_is_lost(model, expected or self.report)
         _check_trainer(trainer, model, self._options)
@@ -139,6 +149,18 @@ class TilingCallback(TrainerCallback):
         if self._peaks is not None:
             self._peaks.end_of(phase)
 
+    def _tile(self, model: nn.Module, trainer: Trainer | None) -> Report:
+        """Tile ``model`` with the settings, or with those that ``max_length`` needs, which are chosen once."""
+        if self._max_length is None:
+            return apply_options(model, self._options)
+        if self._choice is None:
+            question = {} if trainer is None else _question_of(trainer)
+            self._choice = choose_for(
+                model, self._options, max_length=self._max_length, device=self._device, **question
+            )
+            self._options = self._choice.options
+        return apply_choice(model, self._choice)
+
     def _tile_reference(self, trainer: Trainer) -> list[str]:
         """Tile the model that DPO or GRPO compares with, which is built after :meth:`on_init_end`."""
         reference = getattr(trainer, "ref_model", None)
@@ -146,9 +168,9 @@ class TilingCallback(TrainerCallback):
             return []
         if trainer.is_deepspeed_enabled:
             return ["the reference model is not tiled: DeepSpeed holds it already"]
-        only_blocks = {name: self._settings[name] for name in _OF_REFERENCE if name in self._settings}
-        if only_blocks.get("blocks") == "none":
+        if not self._options.tiled:
             return []
+        only_blocks = {name: getattr(self._options, name) for name in _OF_REFERENCE}
         try:
             return [f"reference model: {apply(reference, **only_blocks)}"]
         except UserError as error:
@@ -167,6 +189,33 @@ class TilingCallback(TrainerCallback):
 
 _OF_REFERENCE = ("blocks", *(name for name in OF_BLOCKS if name != "keep"))
 """What the reference model is tiled with as the model is: without a backward nothing is kept for one."""
+
+
+def _question_of(trainer: Trainer) -> dict[str, Any]:
+    """What a plan is asked of a trainer, as arguments of :func:`seqtile.fitting.choose_for`.
+
+    Raises:
+        UserError: its step is not a supervised one.
+    """
+    configs = {base.__name__ for base in type(trainer.args).__mro__ if base.__module__.startswith("trl.")}
+    if configs and "SFTConfig" not in configs:
+        raise UserError(
+            f"max_length plans a supervised step, and that of {type(trainer).__name__} is another; give TilingCallback "
+            "the settings instead, such as loss='tiled', checkpoint='attention-saved'"
+        )
+    args, engine = trainer.args, None
+    if trainer.is_fsdp_enabled:
+        engine = "fsdp2"
+    elif trainer.is_deepspeed_enabled:
+        stage = trainer.accelerator.state.deepspeed_plugin.zero_stage
+        engine = f"zero{stage}" if stage > 1 else None  # ZeRO-1 holds what DDP does, but for states
+    parallelism = getattr(trainer.accelerator, "parallelism_config", None)
+    return {
+        "engine": engine, "sp_size": getattr(parallelism, "sp_size", 1), "cp_size": getattr(parallelism, "cp_size", 1),
+        "optimizer": planned_optimizer(str(getattr(args.optim, "value", args.optim)), args.optim_args),
+        "batch_size": args.per_device_train_batch_size, "recomputes": args.gradient_checkpointing,
+        "autocast": args.bf16 or args.fp16,
+    }  # fmt: skip
 
 
 def _lost(model: nn.Module, report: Report) -> list[str]:

@@ -114,6 +114,19 @@ class Chosen:
     sure: bool
 
 
+class DoesNotFit(RunError):
+    """No settings make a length fit.
+
+    Attributes:
+        planner: of the tightest settings.
+        longest: tokens of the longest row that fits; 0 if none does.
+    """
+
+    def __init__(self, message: str, planner: Planner, longest: int) -> None:
+        super().__init__(message)
+        self.planner, self.longest = planner, longest
+
+
 def choose_rung(request: Request, tokens: int, fixed: Mapping[str, Any], *, can_offload: bool) -> Chosen:
     """The first rung on which rows of ``tokens`` tokens fit at the high estimate, else the last at the expected one.
 
@@ -126,7 +139,7 @@ def choose_rung(request: Request, tokens: int, fixed: Mapping[str, Any], *, can_
         can_offload: whether checkpoints can be moved to the host.
 
     Raises:
-        RunError: nothing fits; names the longest sequence that would.
+        DoesNotFit: names the longest sequence that fits.
     """
     tiles = {name: fixed.get(name, "auto") for name in ("tile", "loss_tile")}
     first = Planner(changed(request, checkpoint="full", keep=0.0, **tiles), tokens)
@@ -156,12 +169,13 @@ def choose_rung(request: Request, tokens: int, fixed: Mapping[str, Any], *, can_
         return possible
     planner, estimate = tried[-1].planner, tried[-1].estimate
     longest, limit = planner.longest()
-    raise RunError(
+    expected, memory = estimate.device.expected / GIB, request.device.memory / GIB
+    raise DoesNotFit(
         f"rows of {tokens:,} tokens do not fit {_devices(request)} by the plan, with the tightest settings: "
-        f"{estimate.device.expected / GIB:,.2f} GiB of {request.device.memory / GIB:,.2f} GiB ({limit}); "
-        + (f"the longest that would is {longest:,}: --max-length {longest}" if longest else "no length would")
-        + ", or more devices (seqtile plan says what buys length)"
-    )
+        f"{expected:,.2f} GiB of {memory:,.2f} GiB ({limit}); "
+        + (f"the longest that fits is {longest:,} (max_length: {longest})" if longest else "no length fits"),
+        planner, longest,
+    )  # fmt: skip
 
 
 def tighter(settings: TilingOptions, *, can_offload: bool) -> TilingOptions | None:

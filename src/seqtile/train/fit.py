@@ -13,18 +13,12 @@ from seqtile._errors import UserError
 from seqtile.devices import available_host_bytes, device_name, device_type, total_device_bytes
 from seqtile.options import DEFAULTS
 from seqtile.tiling import parse_bytes
-from seqtile.train.recipe import TRL_LOSS_TILE, Recipe, keys_of
+from seqtile.train.recipe import TRL_LOSS_TILE, Recipe
 
 if TYPE_CHECKING:
     from seqtile.options import TilingOptions
     from seqtile.planner.accelerators import Device
     from seqtile.planner.request import Request
-
-TRAINER_OPTIMIZERS = {
-    "adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_bnb_8bit": "adamw-8bit", "adamw_8bit": "adamw-8bit",
-    "lion_32bit": "lion", "adafactor": "adafactor", "sgd": "sgd",
-}  # fmt: skip
-"""The trainer's optimisers that a plan knows."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +29,7 @@ class Fitted:
     why: tuple[str, ...]
 
 
-def fit(recipe: Recipe, nodes: int = 1) -> Fitted:
+def fit_recipe(recipe: Recipe, nodes: int = 1) -> Fitted:
     """Choose what ``recipe`` leaves open: what is not the default is the user's, and stays.
 
     Args:
@@ -46,44 +40,22 @@ def fit(recipe: Recipe, nodes: int = 1) -> Fitted:
         UserError: a setting that no plan knows.
         RunError: nothing fits.
     """
-    from seqtile.planner.explain import offload_of
-    from seqtile.planner.ladder import CHOSEN, choose_rung
+    from seqtile.fitting import choose
+    from seqtile.planner.ladder import CHOSEN
 
     memory = parse_bytes(recipe.fit[len("memory:") :]) if isinstance(recipe.fit, str) else None
-    request = request_of(recipe, memory, nodes)
     settings = settings_of(recipe)
     fixed = {name: getattr(settings, name) for name in CHOSEN if getattr(recipe.options, name) != DEFAULTS[name]}
     if not recipe.activation_checkpointing:
         fixed["checkpoint"] = None
     if not recipe.tiled_mlp:
         fixed |= {name: getattr(settings, name) for name in ("tile", "keep", "blocks")}
-    rung = choose_rung(request, recipe.max_length, fixed, can_offload=can_offload())
-    high, expected = rung.estimate.device.high / 2**30, rung.estimate.device.expected / 2**30
-    count = f"{request.gpus} x " if request.gpus > 1 else ""
-    why = [
-        f"fit: rows of {recipe.max_length:,} tokens on {count}{request.device.name} with "
-        f"{request.device.memory / 2**30:,.2f} GiB: {expected:,.2f} GiB expected, {high:,.2f} GiB at most, at the peak "
-        f"in the {rung.estimate.peak_at}"
-    ]
-    if not rung.sure:
-        why.append("fit: the high estimate does not fit; --on-oom retry goes on with smaller tiles if it comes true")
-    if rung.estimate.square or (request.attention == "sdpa" and recipe.packing):
-        why.append("fit: sdpa attention builds a [tokens, tokens] mask for packed rows, which is not in the plan")
-    updates = updates_of(rung.settings, recipe)
-    if updates.get("offload"):
-        updates["offload"] = offload_of(rung.planner, rung.estimate)
-    chosen = recipe.changed(**updates, fit=False)
-    options = chosen.options
-    chosen_values = {
-        "tile": options.tile if options.tiled else "none", "loss_tile": chosen.loss_tile or "the trainer's",
-        "checkpoint": rung.settings.checkpoint or "none", "offload": str(options.offload).lower(),
-        "keep": options.keep, "blocks": keys_of(options)["blocks"], "heads": options.heads or "all",
-        "state": options.state or "whole",
-    }  # fmt: skip
-    why += [
-        f"fit: {name} {chosen_values[name]}: {rung.reasons[name]}" for name in chosen_values if name in rung.reasons
-    ]
-    return Fitted(chosen, tuple(why))
+    choice = choose(
+        request_of(recipe, memory, nodes), recipe.max_length, fixed, can_offload=can_offload(),
+        packed=bool(recipe.packing),
+    )  # fmt: skip
+    chosen = recipe.changed(**updates_of(choice.options, recipe), fit=False)
+    return Fitted(chosen, tuple(f"fit: {sentence}" for sentence in choice.why))
 
 
 def can_offload() -> bool:
@@ -104,35 +76,31 @@ def request_of(recipe: Recipe, memory: int | None = None, nodes: int = 1) -> Req
     Raises:
         UserError: something that no plan knows.
     """
+    from seqtile.fitting import planned_attention, planned_optimizer
     from seqtile.planner.request import Request, refuse_encoder
     from seqtile.planner.step_config import Lora
     from seqtile.train.load import load_config
 
     optim = str(recipe.trainer.get("optim", "adamw_torch_fused"))
-    if optim not in TRAINER_OPTIMIZERS:
-        raise UserError(
-            f"no plan knows optimiser {optim!r}; use one of {', '.join(TRAINER_OPTIMIZERS)}, or leave --fit out"
-        )
-    optimizer = "sgd-momentum" if optim == "sgd" and "momentum" in str(recipe.trainer.get("optim_args")) else (
-        TRAINER_OPTIMIZERS[optim])  # fmt: skip
     quantised = recipe.model_kwargs.get("quantization_config") or {}
     four_bit = isinstance(quantised, dict) and bool(quantised.get("load_in_4bit"))
     if quantised and not (four_bit and recipe.lora):
         raise UserError("no plan knows this quantization_config, only 4-bit weights under lora; leave --fit out")
     config = load_config(recipe)
     refuse_encoder(config, recipe.model, "seqtile train trains")
-    attention = recipe.attention.replace("flash_attention_2", "flash").replace("flash_attention_3", "flash3")
     lora = None
     if (adapters := recipe.lora) is not None:
         lora = Lora(adapters.r, adapters.target_modules, adapters.alpha, adapters.dropout)
     return Request(
         model=recipe.model, config=config, device=find_memory(recipe, memory, nodes), gpus=recipe.nproc or 1,
         nodes=nodes, engine=recipe.engine, sp_size=recipe.sp_size, cp_size=recipe.cp_size,
-        engine_offload=recipe.engine_offload, qlora=four_bit, optimizer=optimizer,
+        engine_offload=recipe.engine_offload, qlora=four_bit,
+        optimizer=planned_optimizer(optim, recipe.trainer.get("optim_args")),
         lora=lora, options=settings_of(recipe),
         precision=_precision(recipe, config), batch=recipe.batch_size, accumulation=recipe.gradient_accumulation,
-        liger=bool(recipe.trainer.get("use_liger_kernel")), scans="installed", attention=attention,
-        device_type=device_type(), host_memory=(available_host_bytes() or None) if can_offload() else None,
+        liger=bool(recipe.trainer.get("use_liger_kernel")), scans="installed",
+        attention=planned_attention(recipe.attention), device_type=device_type(),
+        host_memory=(available_host_bytes() or None) if can_offload() else None,
     )  # fmt: skip
 
 
@@ -144,15 +112,13 @@ def find_memory(recipe: Recipe, memory: int | None = None, nodes: int = 1) -> De
     """
     import torch
 
+    from seqtile.fitting import host_as_device
     from seqtile.planner.accelerators import Device
 
     if memory is not None:
         return Device("the memory given", memory, None, "as given")
     if not torch.accelerator.is_available():
-        free = available_host_bytes() * nodes // (recipe.nproc or 1)
-        if not free:
-            raise UserError("this system does not say how much memory is free; give it: --fit-memory 16GiB")
-        return Device("this host", free, None, "free memory of the host, divided by the processes on it")
+        return host_as_device(-(-(recipe.nproc or 1) // nodes))
     memory, name = min(
         (total_device_bytes(index), device_name(index)) for index in range(torch.accelerator.device_count())
     )
@@ -189,7 +155,7 @@ def updates_of(settings: TilingOptions, recipe: Recipe) -> dict[str, Any]:
     if recipe.tiled_mlp:
         updates["tile"] = settings.tile if settings.tile != "auto" else recipe.options.tile
         updates |= {"keep": settings.keep, "blocks": settings.blocks}
-    if settings.offload != bool(recipe.options.offload):
+    if bool(settings.offload) != bool(recipe.options.offload):
         updates["offload"] = settings.offload
     return updates
 
@@ -197,10 +163,9 @@ def updates_of(settings: TilingOptions, recipe: Recipe) -> dict[str, Any]:
 def _precision(recipe: Recipe, config: Any) -> str:
     import torch
 
+    from seqtile.fitting import planned_precision
     from seqtile.train.load import weights_dtype
 
     dtype = weights_dtype(recipe)
     dtype = getattr(config, "dtype", None) or torch.float32 if dtype == "auto" else dtype
-    if torch.accelerator.is_available():
-        return "bfloat16" if dtype == torch.bfloat16 and recipe.lora is None else "mixed"
-    return "bfloat16" if dtype in (torch.bfloat16, torch.float16) else "float32"
+    return planned_precision(dtype, device_type(), recipe.lora is not None)

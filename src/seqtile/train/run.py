@@ -109,22 +109,22 @@ def fitted(recipe: Recipe, start: Path | None, tell: Callable[[str], None], node
         UserError: it was told to, and no plan knows a setting.
         RunError: it was told to, and nothing fits.
     """
-    from seqtile.train.fit import can_offload, fit
+    from seqtile.train.fit import can_offload, fit_recipe
 
     if recipe.fit is False or (recipe.fit is None and (recipe.is_demo or not can_offload())):
         return recipe
     if start is not None:
         return recipe.model_copy(update={"fit": False})
     try:
-        found = fit(recipe, nodes)
+        choice = fit_recipe(recipe, nodes)
     except Exception as error:
         if recipe.fit is not None:  # else nobody asked for a plan: a model that it cannot read trains all the same
             raise
         tell(f"fit: nothing was chosen, and the settings stay as they are: {error}")
         return recipe.model_copy(update={"fit": False})
-    for line in found.why:
+    for line in choice.why:
         tell(line)
-    return found.recipe
+    return choice.recipe
 
 
 def _attempt(

@@ -1,0 +1,398 @@
+"""Choose the settings that a length needs on a device, by the plan, for a live model or for a recipe.
+
+:func:`fit` is for a model at hand. ``seqtile train --fit`` describes its recipe as a plan's question and chooses by the
+same :func:`choose`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from seqtile._compat import attention_kind
+from seqtile._errors import RunError, UserError, expect_module
+from seqtile._log import first_rank_logger
+from seqtile.checkpointing.policies import is_on
+from seqtile.devices import (
+    accelerator,
+    available_host_bytes,
+    compute_capability,
+    device_name,
+    device_type,
+    is_accelerator,
+    total_device_bytes,
+)
+from seqtile.engines.granularity import refuse_wrapped
+from seqtile.install.apply import apply_options
+from seqtile.install.report import Report
+from seqtile.options import DEFAULTS, TilingOptions, unknown_keys
+from seqtile.planner.accelerators import DEVICES, Device, find_device
+from seqtile.planner.estimate import Estimate
+from seqtile.planner.explain import next_step, offload_of
+from seqtile.planner.ladder import CHOSEN, DoesNotFit, choose_rung
+from seqtile.planner.names import STATE_BYTES
+from seqtile.planner.phases import causal_model
+from seqtile.planner.request import Request, refuse_encoder
+from seqtile.planner.step_config import PLANNED, Lora
+
+logger = first_rank_logger(__name__)
+
+TRAINER_OPTIMIZERS = {
+    "adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_bnb_8bit": "adamw-8bit", "adamw_8bit": "adamw-8bit",
+    "lion_32bit": "lion", "adafactor": "adafactor", "sgd": "sgd",
+}  # fmt: skip
+"""The trainer's optimisers that a plan knows."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The settings that were chosen, why, one sentence each, and what the plan expects of them."""
+
+    options: TilingOptions
+    why: tuple[str, ...]
+    estimate: Estimate
+
+
+def fit(
+    model: nn.Module,
+    *,
+    max_length: int,
+    device: str | torch.device | None = None,
+    optimizer: str = "adamw",
+    engine: str | None = None,
+    sp_size: int = 1,
+    cp_size: int = 1,
+    lora: Any = None,
+    batch_size: int = 1,
+    autocast: bool = True,
+    **settings: Any,
+) -> Report:
+    """Choose what ``model`` needs to train on rows of ``max_length`` tokens on this device, and apply it, in place.
+
+    Replaces the search for arguments of :func:`seqtile.apply`. The plan runs the training step on shapes, and takes the
+    settings that cost least time among those whose high estimate fits; it chooses ``tile``, ``loss``, ``loss_tile``,
+    ``checkpoint``, ``offload``, ``heads``, ``keep``, ``blocks`` and ``state``. Call it before an engine wraps the
+    model, before or after adapters are added. Activation checkpointing that is on stays on.
+
+    Args:
+        model: a causal language model of transformers; parameters that require a gradient train, and LoRA adapters are
+            read from its modules, their rank and layers too.
+        max_length: tokens of the longest row, on all ranks that share it.
+        device: the device that is planned for: ``"h100"``, a size such as ``"80GiB"``, or a torch device. None is the
+            device that holds the parameters; for a model on the CPU the accelerator, if there is one, else the host.
+        optimizer: ``"adamw"``, ``"adamw-8bit"``, ``"lion"``, ``"sgd"``, ``"sgd-momentum"``, ``"adafactor"``, or the
+            trainer's name of one.
+        engine: ``"single"``, ``"ddp"``, ``"fsdp2"``, ``"zero2"`` or ``"zero3"``; None is ``"ddp"`` where ``WORLD_SIZE``
+            is above 1, else ``"single"``.
+        sp_size, cp_size: ranks that share one sequence, by Ulysses and by ring attention.
+        lora: adapters that will be added later: their rank, or a ``peft.LoraConfig``.
+        batch_size: rows per rank and micro-batch.
+        autocast: whether fp32 weights on an accelerator train under bf16 autocast, as TRL trains them; weights in 16
+            bits and a CPU are planned as they are.
+        **settings: arguments of :func:`seqtile.apply`; what is not the default stays as given.
+
+    Returns:
+        The :class:`Report` of :func:`seqtile.apply`; ``report.settings`` are the arguments that were chosen and
+        ``report.why`` says why, one sentence each.
+
+    Cost:
+        Some seconds per setting that is tried. No weight is read and nothing runs on the device.
+
+    Raises:
+        UserError: a wrong argument, or a model that no plan knows.
+        RunError: nothing fits; with the longest length that does, and what would help.
+    """
+    if sentence := unknown_keys(settings):
+        raise UserError(f"fit: {sentence}")
+    choice = choose_for(
+        model, TilingOptions(**settings), max_length=max_length, device=device, optimizer=optimizer, engine=engine,
+        sp_size=sp_size, cp_size=cp_size, lora=lora, batch_size=batch_size, autocast=autocast,
+    )  # fmt: skip
+    return apply_choice(model, choice)
+
+
+def apply_choice(model: nn.Module, choice: Choice) -> Report:
+    """Apply what was chosen, and put it into the report."""
+    settings = {name: getattr(choice.options, name) for name in DEFAULTS}
+    chosen = {name: value for name, value in settings.items() if value != DEFAULTS[name]}
+    for sentence in choice.why:
+        logger.info("fit: %s", sentence)
+    return replace(apply_options(model, choice.options), settings=chosen, why=choice.why)
+
+
+def choose_for(
+    model: nn.Module,
+    options: TilingOptions,
+    *,
+    max_length: int,
+    recomputes: bool | None = None,
+    **question: Any,
+) -> Choice:
+    """What :func:`fit` applies; ``question`` is for :func:`describe`.
+
+    Args:
+        model: to train.
+        options: what is not the default stays as given.
+        max_length: tokens of a row.
+        recomputes: whether activation checkpointing will be on whatever is chosen; None reads the model.
+    """
+    expect_module(model, "fit")
+    refuse_wrapped(model)
+    if isinstance(max_length, bool) or not isinstance(max_length, int) or max_length < 2:
+        raise UserError(f"max_length={max_length!r}: expected the tokens of a row, at least 2")
+    request, notes = describe(model, options, **question)
+    fixed = {name: getattr(options, name) for name in CHOSEN if getattr(options, name) != DEFAULTS[name]}
+    choice = choose(request, max_length, fixed, can_offload=request.device_type != "cpu")
+    chosen = {name: getattr(choice.options, name) for name in CHOSEN if name not in fixed}
+    chosen_options = replace(options, loss="tiled", **chosen)
+    on_already = is_on(causal_model(model)) if recomputes is None else recomputes
+    if on_already and chosen_options.checkpoint is None:
+        notes.append("activation checkpointing is on already and stays on: without it this length fits, and is faster")
+    return Choice(chosen_options, (*choice.why, *notes), choice.estimate)
+
+
+def choose(
+    request: Request, max_length: int, fixed: Mapping[str, Any], *, can_offload: bool, packed: bool = False
+) -> Choice:
+    """The settings that cost least time among those that fit, by :func:`seqtile.planner.ladder.choose_rung`.
+
+    Args:
+        request: what is planned.
+        max_length: tokens of a row.
+        fixed: settings that are given.
+        can_offload: whether checkpoints can be moved to the host.
+        packed: whether rows hold several documents.
+
+    Raises:
+        RunError: nothing fits; with the longest length that does, and what would help.
+    """
+    try:
+        rung = choose_rung(request, max_length, fixed, can_offload=can_offload)
+    except DoesNotFit as error:
+        raise RunError(f"{error}; {_what_helps(error)}") from None
+    estimate = rung.estimate
+    count = f"{request.gpus} x " if request.gpus > 1 else ""
+    why = [
+        f"rows of {max_length:,} tokens on {count}{request.device.name} with {request.device.memory / 2**30:,.2f} GiB: "
+        f"{estimate.device.expected / 2**30:,.2f} GiB expected, {estimate.device.high / 2**30:,.2f} GiB at most, at "
+        f"the peak in the {estimate.peak_at}"
+    ]
+    if not rung.sure:
+        why.append("the high estimate does not fit; after an out-of-memory, smaller tiles hold less")
+    if estimate.square or (request.attention == "sdpa" and packed):
+        why.append("sdpa attention builds a [tokens, tokens] mask for packed rows, which is not in the plan")
+    options = rung.settings
+    if options.offload:
+        options = replace(options, offload=offload_of(rung.planner, estimate))
+    shown = {
+        "tile": options.tile if options.tiled else "none", "loss_tile": options.loss_tile,
+        "checkpoint": options.checkpoint or "none", "offload": str(options.offload).lower(), "keep": options.keep,
+        "blocks": options.blocks, "heads": options.heads or "all", "state": options.state or "whole",
+    }  # fmt: skip
+    why += [f"{name} {shown[name]}: {rung.reasons[name]}" for name in shown if name in rung.reasons]
+    return Choice(options, tuple(why), estimate)
+
+
+def _what_helps(error: DoesNotFit) -> str:
+    """The one setting that buys most length, or devices and adapters."""
+    step = next_step(error.planner, error.longest)
+    if step is None:
+        return "more or larger devices would help, or adapters (lora, qlora) in place of every weight"
+    setting = re.sub(r"--(\S+) (\S+)", lambda flag: f"{flag[1].replace('-', '_')}: {flag[2]}", step.flags)
+    return f"with {setting.replace(' ', ', ').replace(':,', ':')} {step.length:,} tokens fit ({step.why})"
+
+
+def describe(
+    model: nn.Module,
+    options: TilingOptions,
+    *,
+    device: str | torch.device | None = None,
+    optimizer: str = "adamw",
+    engine: str | None = None,
+    sp_size: int = 1,
+    cp_size: int = 1,
+    lora: Any = None,
+    batch_size: int = 1,
+    autocast: bool = True,
+) -> tuple[Request, list[str]]:
+    """What a plan is asked of a live model, and notes on what the plan takes otherwise than it is.
+
+    Raises:
+        UserError: something that no plan knows.
+    """
+    causal = causal_model(model)
+    config = getattr(causal, "config", None)
+    if config is None or not hasattr(config, "get_text_config"):
+        raise UserError(
+            f"fit got {type(causal).__name__}, expected a causal language model of transformers, whose config a plan "
+            "reads; give seqtile.apply the settings instead"
+        )
+    model_name = str(getattr(config, "name_or_path", "") or type(causal).__name__)
+    refuse_encoder(config, model_name, "fit is for")
+    parameters = [*model.parameters()]
+    four_bit = any(type(weight).__name__ == "Params4bit" for weight in parameters)
+    if getattr(causal, "is_quantized", False) and not four_bit:
+        raise UserError("no plan knows this model's quantised weights, only 4-bit ones of bitsandbytes; use apply")
+    adapters, notes = (find_adapters(model) if lora is None else _adapters_to_come(lora)), list[str]()
+    trained = [weight for weight in parameters if weight.requires_grad]
+    if adapters is None and four_bit:
+        raise UserError("fit got 4-bit weights without adapters, which cannot train; add them, or give lora=16")
+    if adapters is None and not trained:
+        raise UserError("fit got a model of which no parameter trains; add adapters first, or give lora=16")
+    if adapters is None and len(trained) < len(parameters):
+        notes.append("some weights are frozen; the plan takes all of them to train, which holds more")
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    engine = engine or ("ddp" if world > 1 else "single")
+    processes = 1 if engine == "single" else world
+    on_this_host = int(os.environ.get("LOCAL_WORLD_SIZE", str(processes))) if processes > 1 else 1
+    planned_device, kind = find_planned_device(model, device, on_this_host)
+    optimizer = planned_optimizer(optimizer)
+    # Without adapters in it yet, all of the model will be frozen.
+    frozen = [weight for weight in parameters if lora is not None or not weight.requires_grad]
+    dtype = _most_common_dtype(parameters if adapters is None else frozen)
+    precision = planned_precision(dtype, kind, adapters is not None, four_bit, autocast)
+    if adapters is not None:
+        # PEFT's modules_to_save train whole, and k-bit training keeps norms and embeddings in fp32: no plan has either.
+        named = [] if lora is not None else [*model.named_parameters()]
+        whole = [weight for name, weight in named if weight.requires_grad and "lora_" not in name]
+        state_bytes = 2 + STATE_BYTES[optimizer] / 4
+        held = sum(weight.numel() * weight.element_size() * state_bytes for weight in whole)
+        if precision != "float32":
+            held += sum(2 * weight.numel() for weight in frozen if weight.dtype == torch.float32)
+        if held:
+            planned_device = replace(planned_device, memory=max(1, planned_device.memory - int(held)))
+            notes.append(f"{held / 2**30:,.2f} GiB are left to weights that train whole or are frozen in fp32")
+    request = Request(
+        model=model_name, config=config, device=planned_device, gpus=processes, nodes=max(1, processes // on_this_host),
+        engine=engine, sp_size=sp_size, cp_size=cp_size, lora=adapters, qlora=four_bit, optimizer=optimizer,
+        options=planned_options(options), batch=batch_size, scans="installed",
+        precision=precision, attention=planned_attention(attention_kind(config) or "sdpa"), device_type=kind,
+        host_memory=None if kind == "cpu" else available_host_bytes() or None,
+    )  # fmt: skip
+    return request, notes
+
+
+def find_adapters(model: nn.Module) -> Lora | None:
+    """The LoRA adapters in ``model`` that train: the largest rank, and the ends of their layers' names."""
+    ranks, dropouts, layers = [0], [0.0], set()
+    for name, module in model.named_modules():
+        adapters = getattr(module, "lora_A", None)
+        if not isinstance(adapters, nn.ModuleDict):
+            continue
+        trained = [adapter for adapter, down in adapters.items() if any(w.requires_grad for w in down.parameters())]
+        ranks += [int(getattr(module, "r", {}).get(adapter, 0)) for adapter in trained]
+        if trained:
+            layers.add(name.rpartition(".")[2])
+            dropouts += [float(getattr(drop, "p", 0.0)) for drop in getattr(module, "lora_dropout", {}).values()]
+    return Lora(max(ranks), tuple(sorted(layers)), dropout=max(dropouts)) if layers else None
+
+
+def _adapters_to_come(lora: Any) -> Lora:
+    if isinstance(lora, int) and not isinstance(lora, bool) and lora > 0:
+        return Lora(lora)
+    targets = getattr(lora, "target_modules", None) or Lora.target_modules
+    if not isinstance(getattr(lora, "r", None), int):
+        raise UserError(f"lora={lora!r}: expected the rank of adapters that will be added, or a peft.LoraConfig")
+    return Lora(
+        lora.r, targets if isinstance(targets, str) else tuple(sorted(targets)),
+        dropout=float(getattr(lora, "lora_dropout", 0.0)),
+    )  # fmt: skip
+
+
+def find_planned_device(model: nn.Module, device: str | torch.device | None, processes: int) -> tuple[Device, str]:
+    """The device that is planned for, and its type.
+
+    Raises:
+        UserError: no such device, or the system does not report its memory.
+    """
+    if isinstance(device, str):
+        try:
+            device = torch.device(device)
+        except RuntimeError:
+            named = find_device(device)
+            return named, "cuda" if device.strip().lower() in DEVICES else device_type()
+    if device is None:
+        device = next((weight.device for weight in model.parameters()), torch.device("cpu"))
+        if device.type in ("cpu", "meta"):  # which a trainer moves to the accelerator
+            device = accelerator() or torch.device("cpu")
+    if is_accelerator(device):
+        memory, name = total_device_bytes(device.index), device_name(device.index)
+        if not memory:
+            raise UserError(f"{name} does not report how much memory it has; give it: device='80GiB'")
+        return Device(name, memory, None, "the driver", compute_capability()), device.type
+    if device.type != "cpu":
+        raise UserError(f"device {str(device)!r} is not on this machine; give its memory instead, device='80GiB'")
+    held = sum(w.numel() * w.element_size() for w in model.parameters() if w.device.type == "cpu")
+    return host_as_device(processes, held), "cpu"
+
+
+def host_as_device(processes: int, held: int = 0) -> Device:
+    """The host as a device of one of its ``processes``: its part of the free memory, and ``held`` bytes of the model.
+
+    Raises:
+        UserError: the system does not report its memory.
+    """
+    free = available_host_bytes()
+    if not free:
+        raise UserError("this system does not report how much memory is free; give it: --fit-memory or device='16GiB'")
+    return Device("this host", free // processes + held, None, "free memory of the host, divided by its processes")
+
+
+def planned_attention(implementation: str) -> str:
+    """A plan's name of ``attn_implementation``, kernels of the Hub included."""
+    kernel = implementation.rpartition("/")[2].partition("@")[0]
+    if "flash" not in kernel:
+        return kernel
+    return "flash3" if "3" in kernel else "flash"
+
+
+def planned_optimizer(name: str, arguments: Any = None) -> str:
+    """A plan's name of an optimiser, which may be the trainer's.
+
+    Raises:
+        UserError: no plan knows it.
+    """
+    if name in STATE_BYTES and name != "sgd":
+        return name
+    if name not in TRAINER_OPTIMIZERS:
+        names = ", ".join([*STATE_BYTES, *(other for other in TRAINER_OPTIMIZERS if other not in STATE_BYTES)])
+        raise UserError(f"no plan knows optimiser {name!r}; use one of {names}, or choose the settings yourself")
+    return "sgd-momentum" if name == "sgd" and "momentum" in str(arguments) else TRAINER_OPTIMIZERS[name]
+
+
+def planned_precision(
+    dtype: torch.dtype, kind: str, adapters: bool, four_bit: bool = False, autocast: bool = True
+) -> str:
+    """A plan's precision for weights of ``dtype``; of a model with adapters, those of the frozen part."""
+    low = dtype in (torch.bfloat16, torch.float16)
+    if kind == "cpu":
+        return "bfloat16" if low else "float32"
+    if adapters:
+        return "mixed" if low or four_bit else "float32"
+    return "bfloat16" if low else "mixed" if autocast else "float32"
+
+
+def _most_common_dtype(weights: Iterable[Tensor]) -> torch.dtype:
+    """The floating dtype that most elements have; fp32 without any."""
+    elements: Counter[torch.dtype] = Counter({torch.float32: 0})
+    for weight in weights:
+        if weight.is_floating_point():
+            elements[weight.dtype] += weight.numel()
+    return elements.most_common(1)[0][0]
+
+
+def planned_options(options: TilingOptions) -> TilingOptions:
+    """``options`` as a plan takes them, with what is chosen at its start."""
+    options = options.for_plan()
+    loss_tile = options.loss_tile if options.loss_tile != DEFAULTS["loss_tile"] else PLANNED.loss_tile
+    return replace(
+        options, loss="tiled", loss_tile=loss_tile, checkpoint=options.checkpoint or PLANNED.checkpoint,
+        offload=bool(options.offload), keep=0.0 if options.keep == "auto" else options.keep,
+    )  # fmt: skip
