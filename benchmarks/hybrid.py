@@ -191,7 +191,7 @@ def _words(excluded: Any) -> str:
 def buys(family: str) -> str:
     """What tiles buy: the most activations of one layer's backward, by kind of layer, untiled to tiled."""
     config = _shortened(family)
-    options = TilingOptions(tile=2048, loss="tiled", loss_tile=2048, checkpoint="full")
+    options = TilingOptions(tile=2048, loss="tiled", loss_tile=2048, checkpoint="layer")
     options = options.without_blocks() if family in WITHOUT_MLP else options
     setup = Setup(options=options, attention="flash", device_type="cuda", scans="kernels", optimizer="sgd")
     try:

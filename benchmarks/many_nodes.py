@@ -30,7 +30,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "many-nodes.md"
 MODEL, DEVICE, PER_NODE, HOST = "llama-8b", "h200", 8, 2 * 2**40
 MILLIONS, GPUS = (1, 2, 4, 8, 16), (8, 16, 32, 64)
 GIB = 2**30
-OPTIONS: TilingOptions = replace(PLANNED, loss_tile="auto", checkpoint="full", offload=True)
+OPTIONS: TilingOptions = replace(PLANNED, loss_tile="auto", checkpoint="layer", offload=True)
 
 
 def planner(way: str, gpus: int, like: Planner | None) -> Planner:

@@ -135,7 +135,7 @@ EXPERTS = ("mixtral", "qwen3_moe", "minimax")
 LENGTHS = (2500, 3000, 4096)
 OPTIMIZERS = ("adamw", "sgd", "adafactor")
 PRECISIONS = ("float32", "bfloat16", "autocast")
-TILED = TilingOptions(tile=1024, loss="tiled", loss_tile=512, checkpoint="full")
+TILED = TilingOptions(tile=1024, loss="tiled", loss_tile=512, checkpoint="layer")
 TECHNIQUES = {
     "none": replace(TILED, loss=None, checkpoint=None).without_blocks(),
     "loss": replace(TILED, checkpoint=None).without_blocks(),

@@ -55,7 +55,7 @@ def table() -> list[str]:
         "llama-8b", read_config("llama-8b"), find_device("h100"), gpus=8, host_memory=2 * 2**40, engine="zero3",
         sp_size=8, engine_offload=("optimizer",),
     )  # fmt: skip
-    planner = Planner(changed(request, checkpoint="full", offload=True))
+    planner = Planner(changed(request, checkpoint="layer", offload=True))
     longest, _ = planner.longest()
     high_length = planner.sure()
     lines = [

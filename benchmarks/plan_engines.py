@@ -102,7 +102,7 @@ class Cell:
             "llama", AutoConfig.for_model("llama", **CONFIG), Device("cpu", 2**34, None, "made up"), gpus=RANKS,
             engine=self.engine, lora=Lora(8) if self.lora else None, precision="float32", attention="flash",
             engine_offload=("optimizer",) if self.offload else (), accumulation=self.accumulation, device_type="cpu",
-            options=TilingOptions(tile=256, loss="tiled", loss_tile=256, checkpoint="full"),
+            options=TilingOptions(tile=256, loss="tiled", loss_tile=256, checkpoint="layer"),
         )  # fmt: skip
 
 

@@ -88,7 +88,7 @@ RUNS = (
     Run("gist d4cd6a20, batch 4, all on the host",
         f"{_GIST} --checkpoint layer --batch-size 4 --offload optimizer,weights", 7.4, "device", lacks=_DEEPSPEED),
     Run("gist d4cd6a20, batch 8, accumulation 2",
-        f"{_GIST} --checkpoint layer --batch-size 8 --grad-accumulation 2", 59.5, "device", lacks=_DEEPSPEED),
+        f"{_GIST} --checkpoint layer --batch-size 8 --gradient-accumulation 2", 59.5, "device", lacks=_DEEPSPEED),
     Run("ALST, H100, no Liger", f"{_ALST_1} --device h100 --attention flash --offload optimizer,weights --loss full "
         "--tile none --max-length 32000", 71.9, "device", _LOGITS),
     Run("ALST, H200, no Liger", f"{_ALST_1} --device h200 --attention flash3 --offload optimizer,weights --loss full "

@@ -97,7 +97,7 @@ def run_ladder(
         like = planners[-1][1] if planners else None
         why = None
         if refused is not None:
-            rung_request = changed(rung_request, checkpoint="full")
+            rung_request = changed(rung_request, checkpoint="layer")
             if rung.changes.get("checkpoint") == "attention-saved":
                 why = refused
             elif rung is RUNGS[-1]:

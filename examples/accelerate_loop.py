@@ -33,7 +33,7 @@ def main() -> None:
     rows = DataLoader(ids[: len(ids) // args.length * args.length].view(-1, args.length), batch_size=1)
     model = AutoModelForCausalLM.from_pretrained(args.model).train()
     if not args.untiled:  # after adapters, before the engine
-        accelerator.print(seqtile.apply(model, loss="tiled", checkpoint="full"))
+        accelerator.print(seqtile.apply(model, loss="tiled", checkpoint="layer"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     model, optimizer, rows = accelerator.prepare(model, optimizer, rows)
 

@@ -35,7 +35,7 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     model = AutoModelForCausalLM.from_pretrained(args.model).to(device).train()
     if not args.untiled:  # blocks and loss over tiles, activation checkpointing on; says what it did
-        print(seqtile.apply(model, loss="tiled", checkpoint="full"))
+        print(seqtile.apply(model, loss="tiled", checkpoint="layer"))
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     batches = rows(tokenizer, args.text, args.length)

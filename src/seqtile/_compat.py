@@ -445,7 +445,7 @@ def saved_values(context: Any) -> Iterator[SavedValue]:
         if not (hasattr(wrapper, "val") and hasattr(wrapper, "version")):
             raise MovedError(
                 f"torch {torch.__version__} keeps the results of a selective activation checkpoint where seqtile does "
-                f"not find them ({type(wrapper).__name__}); use checkpoint='full', or torch {SEEN['torch']}"
+                f"not find them ({type(wrapper).__name__}); use checkpoint='layer', or torch {SEEN['torch']}"
             )
         yield SavedValue(wrapper)
 

@@ -178,9 +178,10 @@ def choose(
     except DoesNotFit as error:
         raise RunError(f"{error}; {_what_helps(error)}") from None
     estimate = rung.estimate
-    count = f"{request.gpus} x " if request.gpus > 1 else ""
+    device_count = f"{request.gpus} x " if request.gpus > 1 else ""
+    memory_gib = request.device.memory / 2**30
     why = [
-        f"rows of {max_length:,} tokens on {count}{request.device.name} with {request.device.memory / 2**30:,.2f} GiB: "
+        f"rows of {max_length:,} tokens on {device_count}{request.device.name} with {memory_gib:,.2f} GiB: "
         f"{estimate.device.expected / 2**30:,.2f} GiB expected, {estimate.device.high / 2**30:,.2f} GiB at most, at "
         f"the peak in the {estimate.peak_at}"
     ]
@@ -191,12 +192,12 @@ def choose(
     options = rung.settings
     if options.offload:
         options = replace(options, offload=offload_of(rung.planner, estimate))
-    shown = {
+    chosen_values = {
         "tile": options.tile if options.tiled else "none", "loss_tile": options.loss_tile,
         "checkpoint": options.checkpoint or "none", "offload": str(options.offload).lower(), "keep": options.keep,
         "blocks": options.blocks, "heads": options.heads or "all", "state": options.state or "whole",
     }  # fmt: skip
-    why += [f"{name} {shown[name]}: {rung.reasons[name]}" for name in shown if name in rung.reasons]
+    why += [f"{name} {chosen_values[name]}: {rung.reasons[name]}" for name in chosen_values if name in rung.reasons]
     return Choice(options, tuple(why), estimate)
 
 
@@ -241,40 +242,42 @@ def describe(
     if getattr(causal, "is_quantized", False) and not four_bit:
         raise UserError("no plan knows this model's quantised weights, only 4-bit ones of bitsandbytes; use apply")
     adapters, notes = (find_adapters(model) if lora is None else _adapters_to_come(lora)), list[str]()
-    trained = [weight for weight in parameters if weight.requires_grad]
+    trainable = [weight for weight in parameters if weight.requires_grad]
     if adapters is None and four_bit:
         raise UserError("fit got 4-bit weights without adapters, which cannot train; add them, or give lora=16")
-    if adapters is None and not trained:
+    if adapters is None and not trainable:
         raise UserError("fit got a model of which no parameter trains; add adapters first, or give lora=16")
-    if adapters is None and len(trained) < len(parameters):
+    if adapters is None and len(trainable) < len(parameters):
         notes.append("some weights are frozen; the plan takes all of them to train, which holds more")
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    engine = engine or ("ddp" if world > 1 else "single")
-    processes = 1 if engine == "single" else world
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    engine = engine or ("ddp" if world_size > 1 else "single")
+    processes = 1 if engine == "single" else world_size
     on_this_host = int(os.environ.get("LOCAL_WORLD_SIZE", str(processes))) if processes > 1 else 1
-    planned_device, kind = find_planned_device(model, device, on_this_host)
+    planned_device, planned_type = find_planned_device(model, device, on_this_host)
     optimizer = planned_optimizer(optimizer)
     # Without adapters in it yet, all of the model will be frozen.
     frozen = [weight for weight in parameters if lora is not None or not weight.requires_grad]
     dtype = _most_common_dtype(parameters if adapters is None else frozen)
-    precision = planned_precision(dtype, kind, adapters is not None, four_bit, autocast)
+    precision = planned_precision(dtype, planned_type, adapters is not None, four_bit, autocast)
     if adapters is not None:
         # PEFT's modules_to_save train whole, and k-bit training keeps norms and embeddings in fp32: no plan has either.
-        named = [] if lora is not None else [*model.named_parameters()]
-        whole = [weight for name, weight in named if weight.requires_grad and "lora_" not in name]
+        own_parameters = [] if lora is not None else [*model.named_parameters()]
+        fully_trained = [weight for name, weight in own_parameters if weight.requires_grad and "lora_" not in name]
         state_bytes = 2 + STATE_BYTES[optimizer] / 4
-        held = sum(weight.numel() * weight.element_size() * state_bytes for weight in whole)
+        reserved_bytes = sum(weight.numel() * weight.element_size() * state_bytes for weight in fully_trained)
         if precision != "float32":
-            held += sum(2 * weight.numel() for weight in frozen if weight.dtype == torch.float32)
-        if held:
-            planned_device = replace(planned_device, memory=max(1, planned_device.memory - int(held)))
-            notes.append(f"{held / 2**30:,.2f} GiB are left to weights that train whole or are frozen in fp32")
+            reserved_bytes += sum(2 * weight.numel() for weight in frozen if weight.dtype == torch.float32)
+        if reserved_bytes:
+            planned_device = replace(planned_device, memory=max(1, planned_device.memory - int(reserved_bytes)))
+            notes.append(
+                f"{reserved_bytes / 2**30:,.2f} GiB are left to weights that train whole or are frozen in fp32"
+            )
     request = Request(
         model=model_name, config=config, device=planned_device, gpus=processes, nodes=max(1, processes // on_this_host),
         engine=engine, sp_size=sp_size, cp_size=cp_size, lora=adapters, qlora=four_bit, optimizer=optimizer,
         options=planned_options(options), batch=batch_size, scans="installed",
-        precision=precision, attention=planned_attention(attention_kind(config) or "sdpa"), device_type=kind,
-        host_memory=None if kind == "cpu" else available_host_bytes() or None,
+        precision=precision, attention=planned_attention(attention_kind(config) or "sdpa"), device_type=planned_type,
+        host_memory=None if planned_type == "cpu" else available_host_bytes() or None,
     )  # fmt: skip
     return request, notes
 
@@ -286,9 +289,11 @@ def find_adapters(model: nn.Module) -> Lora | None:
         adapters = getattr(module, "lora_A", None)
         if not isinstance(adapters, nn.ModuleDict):
             continue
-        trained = [adapter for adapter, down in adapters.items() if any(w.requires_grad for w in down.parameters())]
-        ranks += [int(getattr(module, "r", {}).get(adapter, 0)) for adapter in trained]
-        if trained:
+        trained_adapters = [
+            adapter for adapter, down in adapters.items() if any(w.requires_grad for w in down.parameters())
+        ]
+        ranks += [int(getattr(module, "r", {}).get(adapter, 0)) for adapter in trained_adapters]
+        if trained_adapters:
             layers.add(name.rpartition(".")[2])
             dropouts += [float(getattr(drop, "p", 0.0)) for drop in getattr(module, "lora_dropout", {}).values()]
     return Lora(max(ranks), tuple(sorted(layers)), dropout=max(dropouts)) if layers else None
@@ -316,8 +321,8 @@ def find_planned_device(model: nn.Module, device: str | torch.device | None, pro
         try:
             device = torch.device(device)
         except RuntimeError:
-            named = find_device(device)
-            return named, "cuda" if device.strip().lower() in DEVICES else device_type()
+            preset = find_device(device)
+            return preset, "cuda" if device.strip().lower() in DEVICES else device_type()
     if device is None:
         device = next((weight.device for weight in model.parameters()), torch.device("cpu"))
         if device.type in ("cpu", "meta"):  # which a trainer moves to the accelerator
@@ -329,12 +334,12 @@ def find_planned_device(model: nn.Module, device: str | torch.device | None, pro
         return Device(name, memory, None, "the driver", compute_capability()), device.type
     if device.type != "cpu":
         raise UserError(f"device {str(device)!r} is not on this machine; give its memory instead, device='80GiB'")
-    held = sum(w.numel() * w.element_size() for w in model.parameters() if w.device.type == "cpu")
-    return host_as_device(processes, held), "cpu"
+    model_bytes = sum(w.numel() * w.element_size() for w in model.parameters() if w.device.type == "cpu")
+    return host_as_device(processes, model_bytes), "cpu"
 
 
-def host_as_device(processes: int, held: int = 0) -> Device:
-    """The host as a device of one of its ``processes``: its part of the free memory, and ``held`` bytes of the model.
+def host_as_device(processes: int, model_bytes: int = 0) -> Device:
+    """The host as a device of one of its ``processes``: its part of the free memory, and what its model has already.
 
     Raises:
         UserError: the system does not report its memory.
@@ -342,7 +347,9 @@ def host_as_device(processes: int, held: int = 0) -> Device:
     free = available_host_bytes()
     if not free:
         raise UserError("this system does not report how much memory is free; give it: --fit-memory or device='16GiB'")
-    return Device("this host", free // processes + held, None, "free memory of the host, divided by its processes")
+    return Device(
+        "this host", free // processes + model_bytes, None, "free memory of the host, divided by its processes"
+    )
 
 
 def planned_attention(implementation: str) -> str:
@@ -368,11 +375,11 @@ def planned_optimizer(name: str, arguments: Any = None) -> str:
 
 
 def planned_precision(
-    dtype: torch.dtype, kind: str, adapters: bool, four_bit: bool = False, autocast: bool = True
+    dtype: torch.dtype, planned_type: str, adapters: bool, four_bit: bool = False, autocast: bool = True
 ) -> str:
     """A plan's precision for weights of ``dtype``; of a model with adapters, those of the frozen part."""
     low = dtype in (torch.bfloat16, torch.float16)
-    if kind == "cpu":
+    if planned_type == "cpu":
         return "bfloat16" if low else "float32"
     if adapters:
         return "mixed" if low or four_bit else "float32"
@@ -384,7 +391,7 @@ def _most_common_dtype(weights: Iterable[Tensor]) -> torch.dtype:
     elements: Counter[torch.dtype] = Counter({torch.float32: 0})
     for weight in weights:
         if weight.is_floating_point():
-            elements[weight.dtype] += weight.numel()
+            elements[weight.dtype] += max(weight.numel(), 1)  # ZeRO-3 holds none of it here
     return elements.most_common(1)[0][0]
 
 

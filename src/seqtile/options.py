@@ -27,8 +27,8 @@ WHOLE_LAYER = "mlp+norm+projections"
 BLOCKS = ("auto", "mlp", "mlp+norm", WHOLE_LAYER, "none")
 PATHS = ("auto", "fused", "generic")
 LOSS_KERNELS = ("torch", "native", "liger", "cce", "auto")
-CHECKPOINT_POLICIES = ("full", "attention-saved")
-"""What activation checkpoints keep. ``"auto"`` is for a plan to choose; None leaves them as they are."""
+CHECKPOINT_POLICIES = ("layer", "attention-saved")
+"""What activation checkpoints keep. ``"auto"`` is for a plan to choose; ``"none"`` is None: they stay as they are."""
 
 WITH_FLAGS = ("train", "plan", "probe")
 """Commands that have a flag for an option which does not say for itself where it has one."""
@@ -89,29 +89,24 @@ class TilingOptions:
         None, "Blocks to tile without a proof", commands=(), plan=False, file=str | list[str] | None
     )
     blocks: str = option(
-        "auto", f"What runs in tiles: auto, mlp, mlp+norm or {WHOLE_LAYER}", commands=("plan",), choices=BLOCKS,
+        "auto", f"What runs in tiles: auto, mlp, mlp+norm or {WHOLE_LAYER}", commands=("train", "plan"), choices=BLOCKS,
         flag_values={word: word for word in BLOCKS if word != "none"},
     )  # fmt: skip
     path: str = option("auto", "Operator: auto, fused or generic", commands=(), recipe=False, plan=False, choices=PATHS)
-    keep: float | str = option(
-        0.0, "Fraction of the tiles that keep gate and up, or memory:4GiB", commands=("plan", "probe")
-    )
+    keep: float | str = option(0.0, "Fraction of the tiles that keep gate and up, or memory:4GiB")
     loss: str | None = option(
-        None, "Head and loss: tiled or full", commands=("plan", "probe"), recipe=False, choices=("tiled",),
+        None, "Head and loss: tiled or full", recipe=False, choices=("tiled",),
         flag_values={"tiled": "tiled", "full": None},
     )  # fmt: skip
-    loss_tile: int | str = option(
-        "auto", "Tokens per tile of the head", commands=("plan", "probe"), metavar="N", least=1, flag=int
-    )
+    loss_tile: int | str = option("auto", "Tokens per tile of the head", metavar="N", least=1, flag=int)
     loss_impl: str = option("torch", "Kernel of the loss", commands=(), recipe=False, plan=False, choices=LOSS_KERNELS)
     checkpoint: str | None = option(
-        None, "Activation checkpoints: layer (full), attention-saved or none", commands=("plan", "probe"),
-        choices=CHECKPOINT_POLICIES,
-        flag_values={"auto": "auto", "layer": "full", **{word: word for word in CHECKPOINT_POLICIES}, "none": None},
+        None, "Checkpoints: layer, attention-saved or none", choices=(*CHECKPOINT_POLICIES, "none"),
+        flag_values={**{word: word for word in ("auto", *CHECKPOINT_POLICIES)}, "none": None},
     )  # fmt: skip
-    offload: bool | str = option(False, "Checkpoints wait in host memory", commands=())
+    offload: bool | str = option(False, "Checkpoints wait in host memory; a size bounds it", commands=())
     heads: int | str | None = option(
-        None, "Key-value heads per pass of attention; all without it", commands=("plan",), metavar="N", least=1,
+        None, "Key-value heads per pass of attention; all without it", commands=("train", "plan"), metavar="N", least=1,
         flag=int, file=int | Literal["auto"] | None,
     )  # fmt: skip
     state: int | str | None = option(
@@ -138,11 +133,13 @@ class TilingOptions:
         if self.loss not in (None, "tiled"):
             raise UserError(f"loss={self.loss!r}: expected 'tiled', or None to leave it as it is")
         _one_of("loss_impl", self.loss_impl, LOSS_KERNELS)
+        if self.checkpoint == "none":
+            object.__setattr__(self, "checkpoint", None)
         if self.checkpoint not in (None, "auto", *CHECKPOINT_POLICIES):
             names = ", ".join(map(repr, CHECKPOINT_POLICIES))
-            raise UserError(f"checkpoint={self.checkpoint!r}: expected one of {names}, or None")
+            raise UserError(f"checkpoint={self.checkpoint!r}: expected one of {names}, 'none', or None")
         if self.offload_room is None:
-            raise UserError(f"offload={self.offload!r}: expected True, False or a bound such as 'memory:64GiB'")
+            raise UserError(f"offload={self.offload!r}: expected True, False or a bound such as '64GB'")
         try:
             self.loss_rule  # noqa: B018
         except (TypeError, ValueError) as error:
@@ -185,8 +182,7 @@ class TilingOptions:
         """``offload``, parsed: whether checkpoints wait on the host, or bytes that they may take; None: neither."""
         if isinstance(self.offload, bool):
             return self.offload
-        word, _, size = self.offload.partition(":") if isinstance(self.offload, str) else ("", "", "")
-        return (parse_bytes(size) or None) if word == "memory" else None
+        return (parse_bytes(self.offload) or None) if isinstance(self.offload, str) else None
 
     def without_blocks(self) -> TilingOptions:
         """The options for a model whose blocks stay untiled: those that only concern blocks are at their defaults."""

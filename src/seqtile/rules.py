@@ -153,7 +153,7 @@ class Combination:
                 "it, or use fsdp2 or zero2"
             )
         if self.cp_size > 1:
-            return f"is not proven with ring attention ({self.split}); use checkpoint 'full'"
+            return f"is not proven with ring attention ({self.split}); use checkpoint 'layer'"
         return None
 
 
@@ -181,7 +181,7 @@ RULES: tuple[Rule, ...] = (
      "them out"),
     (lambda c: c.idle_loss, "without loss 'tiled' nothing heeds {c.idle_loss}; give both or neither"),
     (lambda c: c.options.checkpoint == "auto" and not c.chooses,
-     "checkpoint 'auto' is for a plan to choose; use 'full' or 'attention-saved', or leave it out"),
+     "checkpoint 'auto' is for a plan to choose; use 'layer' or 'attention-saved', or leave it out"),
     (lambda c: (c.options.checkpoint or c.options.offload) and not c.recomputes,
      "checkpoint and offload say what activation checkpoints keep and where, and activation checkpointing is off; drop "
      "one of the two"),
@@ -262,7 +262,7 @@ RULES: tuple[Rule, ...] = (
      "heads; use a size that divides {c.model.heads} and divides, or is a multiple of, {c.model.key_heads}"),
     (lambda c: c.sp_size > 1 and c.window_length and "flash" not in (c.attention or "flash"),
      "{c.split} drops the mask of {c.model.name}'s sliding window of {c.model.window} tokens under {c.attention!r} "
-     "attention; use --max-length {c.window_length}, or 'model_kwargs: {{attn_implementation: flash_attention_2}}'"),
+     "attention; use --max-length {c.window_length}, or attention flash"),
 )  # fmt: skip
 """Conditions and sentences; the first that matches counts."""
 

@@ -50,7 +50,12 @@ def with_loss(result: tuple[Tensor, dict[str, Tensor | None]]) -> dict[str, Tens
 @pytest.mark.filterwarnings("ignore")  # PyTorch's, on why a kernel cannot run
 @pytest.mark.parametrize(
     "how",
-    [{}, {"checkpoint": "full"}, {"checkpoint": "attention-saved"}, {"checkpoint": "attention-saved", "offload": True}],
+    [
+        {},
+        {"checkpoint": "layer"},
+        {"checkpoint": "attention-saved"},
+        {"checkpoint": "attention-saved", "offload": True},
+    ],
     ids=["no checkpoint", "checkpoint", "attention saved", "attention saved, offload"],
 )
 @pytest.mark.parametrize("groups", [4, 2], ids=["heads", "grouped heads"])

@@ -67,7 +67,7 @@ def test_a_model_without_a_plan_is_shown_all_the_same(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text("trainer: {optim: rmsprop}\nmax_length: 64\n")
+    recipe.write_text("optimizer: rmsprop\nmax_length: 64\n")
     data = tiny_run.write_jsonl(tmp_path / "rows.jsonl", [CHAT] * 3)
     shown = show(capsys, "--model", str(model), "--dataset", str(data), "--recipe", str(recipe))
     assert "⟦user: who?" in shown and "Plan none: no plan knows optimiser 'rmsprop'" in shown

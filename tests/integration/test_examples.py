@@ -40,7 +40,7 @@ def test_recipe(path: Path, model: Path, tmp_path: Path) -> None:
     """On one process and the CPU: without flash attention, which needs a GPU, and without the engine, which
     tests/distributed launches. Everything else of the recipe is as it is, but for the length."""
     values = read_recipe(path)
-    assert values.pop("model_kwargs") == {"attn_implementation": "flash_attention_2"}
+    assert values.pop("attention") == "flash"
     engine = {key: values.pop(key) for key in ("engine", "nproc") if key in values}
     build_recipe({**engine, "model": "m", "dataset": "d"}, {})
     dataset = tiny_run.write_jsonl(tmp_path / "rows.jsonl", tiny_run.text_rows())
@@ -61,7 +61,7 @@ def test_recipe_is_the_plan_that_it_names(path: Path) -> None:
     assert f"r={values['lora']['r']}" == flags["lora"] if "lora" in values else "lora" not in flags
     assert values.get("offload", False) == (flags.get("offload") == "checkpoints")
     assert values.get("dtype") == flags.get("precision")
-    assert values.get("trainer", {}).get("optim") == flags.get("optimizer")
+    assert values.get("optimizer") == flags.get("optimizer")
 
 
 def test_the_readme_names_every_example_and_plans_that_run() -> None:

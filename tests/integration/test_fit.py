@@ -106,7 +106,7 @@ def run_step(model: nn.Module, tokens: int = TOKENS) -> Step:
 
 def assert_runs_as_chosen(model: nn.Module, settings: Any, choice: Choice) -> None:
     step, planned = run_step(model), sum(value for name, value in choice.estimate.terms.items() if name != CONTEXT)
-    recomputes = settings.get("checkpoint") == "full"
+    recomputes = settings.get("checkpoint") == "layer"
     assert step.attention == LAYERS * (2 if recomputes else 1) * (2 if settings.get("heads") else 1)
     assert step.mlp_rows == settings["tile"] < TOKENS
     assert step.logits_rows == settings["loss_tile"] < TOKENS
@@ -192,9 +192,9 @@ def test_weights_that_train_beside_adapters_are_left_room() -> None:
 
 
 def test_what_is_given_stays() -> None:
-    report = seqtile.fit(llama(), max_length=TOKENS, device="16GiB", checkpoint="full", tile=640, only="*.layers.0.*")
+    report = seqtile.fit(llama(), max_length=TOKENS, device="16GiB", checkpoint="layer", tile=640, only="*.layers.0.*")
     assert {name: report.settings[name] for name in ("checkpoint", "tile", "only")} == {
-        "checkpoint": "full", "tile": 640, "only": "*.layers.0.*",
+        "checkpoint": "layer", "tile": 640, "only": "*.layers.0.*",
     } and report.tiled == 1  # fmt: skip
 
 

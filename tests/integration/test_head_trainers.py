@@ -229,7 +229,7 @@ def test_the_recipe_keeps_attention_and_offloads(directory: Path, tmp_path: Path
         assert "attention's output kept" in str(runs["kept"].tiling)
     for wrong, words in (
         ({"offload": "much"}, "expected true, false or a bound"),
-        ({"checkpoint": "attention-saved", "activation_checkpointing": False}, "drop one of the two"),
+        ({"checkpoint": "none", "offload": True}, "drop one of the two"),
     ):
         with pytest.raises(seqtile.UserError, match=words):
             resolve(build_recipe({**values, **wrong}, {})[0])

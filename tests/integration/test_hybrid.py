@@ -258,7 +258,7 @@ def test_a_scan_that_is_not_run_holds_what_its_loop_holds(
     known(family)
     config = tiny_config(family)
     config.max_position_embeddings = 1024
-    setup = Setup(dtype=torch.float32, options=TilingOptions(tile=32, loss="tiled", loss_tile=32, checkpoint="full"))
+    setup = Setup(dtype=torch.float32, options=TilingOptions(tile=32, loss="tiled", loss_tile=32, checkpoint="layer"))
     planned = fake_step(config, setup, tokens)
     monkeypatch.setattr("seqtile.planner.scans.planned_scans", lambda model, scans: nullcontext())
     looped = fake_step(config, setup, tokens)
@@ -271,7 +271,7 @@ def test_a_scan_that_is_not_run_holds_what_its_loop_holds(
 def test_kernels_hold_less_than_pytorch_s_paths() -> None:
     config = tiny_config("bamba")
     config.max_position_embeddings = 1024
-    options = TilingOptions(tile=128, loss="tiled", loss_tile=128, checkpoint="full")
+    options = TilingOptions(tile=128, loss="tiled", loss_tile=128, checkpoint="layer")
     runs = {name: fake_step(config, Setup(options=options, scans=name), 512) for name in ("kernels", "pytorch")}
     assert runs["kernels"].peak < 0.8 * runs["pytorch"].peak
 
@@ -304,7 +304,7 @@ def test_tiles_with_a_state_are_planned(family: str, caplog: pytest.LogCaptureFi
     """What stands for a kernel takes a state and hands one on, as the kernel does."""
     known(family)
     config, tokens = tiny_config(family), 2048
-    options = TilingOptions(tile=64, checkpoint="full")
+    options = TilingOptions(tile=64, checkpoint="layer")
     whole, tiled = (
         fake_step(config, Setup(options=replace(options, state=state), scans="kernels"), tokens)
         for state in (None, 256)

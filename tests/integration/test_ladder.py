@@ -69,12 +69,12 @@ def test_each_rung_adds_one_thing_to_those_before(model: str, monkeypatch: pytes
     )
     assert [row["rung"] for row in rows] == [rung.name for rung in technique_ladder.RUNGS]
     settings = [row["settings"] for row in rows]
-    assert settings[0] == {"tile": "auto", "blocks": "none", "loss": None, "offload": False, "checkpoint": "full",
+    assert settings[0] == {"tile": "auto", "blocks": "none", "loss": None, "offload": False, "checkpoint": "layer",
                            "heads": None, "engine_offload": ("optimizer",)}  # fmt: skip
     for before, after, rung in zip(settings, settings[1:], technique_ladder.RUNGS[1:], strict=False):
         assert {name for name in after if after[name] != before[name]} == rung.changes.keys()
     assert settings[-1] == {"tile": "auto", "blocks": WHOLE_LAYER, "loss": "tiled", "offload": True,
-                            "checkpoint": "full", "heads": 1, "engine_offload": ("optimizer",)}  # fmt: skip
+                            "checkpoint": "layer", "heads": 1, "engine_offload": ("optimizer",)}  # fmt: skip
     assert max(rows, key=lambda row: row["max_length"]) is rows[-1]
     assert {row["common"]["tokens"] for row in rows} == {min(row["max_length"] for row in rows)}
     last, saved = rows[-1]["common"], rows[-2]["common"]

@@ -63,7 +63,7 @@ def test_the_kernel_that_ran_is_named() -> None:
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [("sdpa", {}), ("sdpa", {"heads": 1}), ("sdpa", {"checkpoint": "attention-saved"}), ("eager", {}),
-     ("eager", {"heads": 1}), ("sdpa", {"checkpoint": "full"}), ("eager", {"offload": True})],
+     ("eager", {"heads": 1}), ("sdpa", {"checkpoint": "layer"}), ("eager", {"offload": True})],
 )  # fmt: skip
 def test_every_report_names_it_once_a_step_has_run(kind: str, settings: dict[str, Any]) -> None:
     sentence = "attention ran on " + ("plain products" if kind == "eager" else "FlashAttention of PyTorch's CPU")
@@ -132,7 +132,7 @@ def test_no_kernel_is_left(faulty: None) -> None:
 
 @pytest.mark.parametrize(
     ("settings", "checkpointed"),
-    [({"blocks": "none", "checkpoint": "full"}, True), ({"tile": 4}, True), ({"tile": 4}, False)],
+    [({"blocks": "none", "checkpoint": "layer"}, True), ({"tile": 4}, True), ({"tile": 4}, False)],
     ids=["our checkpoint", "tiled layers, their checkpoint", "tiled layers"],
 )
 @pytest.mark.parametrize("length", [8, 9])

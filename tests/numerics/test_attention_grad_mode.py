@@ -29,8 +29,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "heads saved": {"heads": 1, "checkpoint": "attention-saved"},
     "saved on the host": {"checkpoint": "attention-saved", "offload": True},
     "heads saved on the host": {"heads": 1, "checkpoint": "attention-saved", "offload": True},
-    "heads in a checkpoint": {"heads": 1, "checkpoint": "full"},
-    "heads, whole layer in tiles": {"heads": 1, "checkpoint": "full", "blocks": "mlp+norm+projections", "tile": 5},
+    "heads in a checkpoint": {"heads": 1, "checkpoint": "layer"},
+    "heads, whole layer in tiles": {"heads": 1, "checkpoint": "layer", "blocks": "mlp+norm+projections", "tile": 5},
 }
 
 
@@ -113,7 +113,7 @@ KERNELS = {"plain products": SDPBackend.MATH, "flash": SDPBackend.FLASH_ATTENTIO
 
 
 @pytest.mark.parametrize("inside", KERNELS)
-@pytest.mark.parametrize("how", [how for how, settings in SETTINGS.items() if settings.get("checkpoint") != "full"])
+@pytest.mark.parametrize("how", [how for how, settings in SETTINGS.items() if settings.get("checkpoint") != "layer"])
 def test_kernels_that_are_chosen_around_the_forward_alone(how: str, inside: str) -> None:
     """As PyTorch's documentation shows ``sdpa_kernel``; PyTorch's own checkpoint, tiled or not, raises then."""
     expected = gradients(model_with("sdpa"), tokens(2, LENGTH))[1]

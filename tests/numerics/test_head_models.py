@@ -464,7 +464,7 @@ def test_compiled(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("checkpoint", ["full", "attention-saved"])
+@pytest.mark.parametrize("checkpoint", ["layer", "attention-saved"])
 def test_compiled_with_checkpoints_that_break_the_graph(checkpoint: str, caplog: pytest.LogCaptureFixture) -> None:
     """Where the compiler hands a call back, it finds the model's forward and not the one that stands over it."""
     model, ids = causal_lm("llama", num_hidden_layers=1, use_cache=False, attn_implementation="sdpa"), tokens(2, 9)

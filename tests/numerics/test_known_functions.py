@@ -60,7 +60,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return state
 
 
-@pytest.mark.parametrize("settings", [{}, {"checkpoint": "attention-saved"}, {"checkpoint": "full"}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"checkpoint": "attention-saved"}, {"checkpoint": "layer"}], ids=str)
 @pytest.mark.parametrize("heads", [1, 2])
 def test_heads_with_ligers_rotary(heads: int, settings: dict[str, Any], kernel: dict[str, Any]) -> None:
     model = causal_lm("llama", torch.float64, use_cache=False, attn_implementation="sdpa")

@@ -165,14 +165,14 @@ def test_the_host_is_asked_before_the_first_copy(monkeypatch: pytest.MonkeyPatch
     model = checkpointed()
     monkeypatch.setattr(host_offload, "available_host_bytes", lambda: 4 * INPUT)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
-    for offload in (True, f"memory:{2 * INPUT}"):  # a bound that the host cannot give is no better than none
+    for offload in (True, f"{2 * INPUT}"):  # a bound that the host cannot give is no better than none
         seqtile.apply(model, blocks="none", offload=offload)
-        with pytest.raises(seqtile.UserError, match=r"2 layer inputs .* of its 3 ranks; use shorter .*'memory:"):
+        with pytest.raises(seqtile.UserError, match=r"2 layer inputs .* of its 3 ranks; use shorter .*offload='"):
             step(model)
 
 
 @pytest.mark.device
-@pytest.mark.parametrize("checkpoint", ["full", "attention-saved"])
+@pytest.mark.parametrize("checkpoint", ["layer", "attention-saved"])
 def test_what_a_bound_has_no_room_for_stays_on_the_device(checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = checkpointed()
     expected = step(model)
@@ -188,9 +188,9 @@ def test_what_a_bound_has_no_room_for_stays_on_the_device(checkpoint: str, monke
     monkeypatch.setattr(HostMemory, "park", park)
     for room, takes in ((LAYERS * INPUT, LAYERS * INPUT), (LAYERS * INPUT - 1, INPUT), (INPUT - 1, 0)):
         most = 0
-        seqtile.apply(model, blocks="none", offload=f"memory:{room}", checkpoint=checkpoint)
+        seqtile.apply(model, blocks="none", offload=f"{room}", checkpoint=checkpoint)
         assert_equal(step(model), expected)
-        assert most == takes if checkpoint == "full" else most <= room
+        assert most == takes if checkpoint == "layer" else most <= room
 
 
 def test_two_offloads_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,8 +206,8 @@ def test_two_offloads_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     ("settings", "words"),
     [
         ({"offload": "yes"}, "expected True, False or a bound"),
-        ({"offload": "memory:much"}, "expected True, False or a bound"),
-        ({"checkpoint": "some"}, "expected one of 'full', 'attention-saved'"),
+        ({"offload": "much"}, "expected True, False or a bound"),
+        ({"checkpoint": "some"}, "expected one of 'layer', 'attention-saved'"),
     ],
 )
 def test_refusals(settings: dict[str, Any], words: str) -> None:
@@ -226,8 +226,8 @@ def test_the_checker_notices_a_wrong_copy(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator, to copy to the host and back")
-@pytest.mark.parametrize("settings", [{"offload": "memory:1GiB"}, {"offload": True}], ids=["bound", "all"])
-@pytest.mark.parametrize("policy", ["full", "attention-saved"])
+@pytest.mark.parametrize("settings", [{"offload": "1GiB"}, {"offload": True}], ids=["bound", "all"])
+@pytest.mark.parametrize("policy", ["layer", "attention-saved"])
 def test_on_a_device(settings: dict[str, Any], policy: str) -> None:
     device = torch.accelerator.current_accelerator()
     expected = None

@@ -131,7 +131,7 @@ def deep(**settings: Any) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("policy", ["full", "attention-saved"])
+@pytest.mark.parametrize("policy", ["layer", "attention-saved"])
 def test_the_same_numbers_and_the_order_of_events(policy: str, machine: Machine) -> None:
     expected = step(deep())
     model = deep(offload=True, checkpoint=policy)
@@ -146,7 +146,7 @@ def test_the_same_numbers_and_the_order_of_events(policy: str, machine: Machine)
     [lane] = machine.lanes
     assert not lane.outward and not lane.inward, "no device tensor is held after the step"
     assert max(machine.outward) == host_offload.IN_FLIGHT
-    tensors = 1 if policy == "full" else 3  # input; attention's output and its log-sum-exp
+    tensors = 1 if policy == "layer" else 3  # input; attention's output and its log-sum-exp
     assert max(machine.inward) <= host_offload.IN_FLIGHT * tensors
     # The layer before was under way before this one's was waited for.
     reads = [entry for entry in machine.log if entry[0] in ("record", "wait")]
@@ -191,7 +191,7 @@ def test_what_is_fetched_ahead_and_never_taken_is_released_after_its_copy(machin
     assert all(event.ended for event in machine.copies.events), "a copy still writes there"
 
 
-@pytest.mark.parametrize("policy", ["full", "attention-saved"])
+@pytest.mark.parametrize("policy", ["layer", "attention-saved"])
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_nothing_is_held_after_an_exception(where: str, policy: str, machine: Machine) -> None:
     model, expected = deep(offload=True, checkpoint=policy), step(deep())
@@ -260,7 +260,7 @@ def test_a_budget_is_held_and_the_rest_stays_on_the_device(machine: Machine) -> 
     expected = step(checkpointed())
     for budget in (10 * CHUNK + 1000, 5000, 4096, 100, 3):
         model = checkpointed()
-        seqtile.apply(model, blocks="none", offload=f"memory:{budget}")
+        seqtile.apply(model, blocks="none", offload=f"{budget}")
         machine.chunks.clear()
         assert_equal(step(model), expected)
         list(lengths(model, 20, 90, 10))
@@ -399,4 +399,4 @@ MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 def test_the_order_of_events_is_checked(mutant: str, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     MUTANTS[mutant](monkeypatch)
     with pytest.raises((AssertionError, IndexError)):
-        test_the_same_numbers_and_the_order_of_events("full", machine)
+        test_the_same_numbers_and_the_order_of_events("layer", machine)

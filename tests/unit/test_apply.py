@@ -505,7 +505,7 @@ def test_the_report_prices_attention_saved_where_checkpoints_compute_it_again() 
     with torch.no_grad():
         model(input_ids=tokens(1, 8192))
     assert f"{2 * kept * 8192 / 2**30:,.2f} GiB" in note_on_attention(report)
-    assert not note_on_attention(seqtile.apply(model, checkpoint="full")), "whoever asked for it knows"
+    assert not note_on_attention(seqtile.apply(model, checkpoint="layer")), "whoever asked for it knows"
     assert not note_on_attention(seqtile.apply(model, checkpoint="attention-saved"))
     report = seqtile.apply(model, tile=16)
     with torch.no_grad():

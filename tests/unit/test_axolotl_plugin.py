@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import json
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 from types import FunctionType
 from typing import Any
 
@@ -18,6 +20,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 import axolotl_standin as standin
 import seqtile
 from seqtile import rules
+from seqtile.integrations import axolotl_checks
 
 SIZES = dict(vocab_size=64, hidden_size=16, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
              num_key_value_heads=1)  # fmt: skip
@@ -50,6 +53,21 @@ def test_tiled_mlp_means_ours(ours: Any, caplog: pytest.LogCaptureFixture) -> No
     assert cfg.tiled_mlp is True  # put back: the configuration that is saved says what ran
     assert "tiled 2 of 2 MLPs (LlamaMLP), 4 tiles, fused" in caplog.text
     assert seqtile.undo(model) == 2
+
+
+def test_a_length_chooses_the_settings(ours: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "axolotl.seqtile"):
+        _, model = load({"seqtile": {"max_length": 64}}, ours.SeqtilePlugin(), adapt=with_lora)
+    assert "loss of LlamaForCausalLM tiled" in caplog.text and "rows of 64 tokens on this host" in caplog.text
+    assert model(input_ids=(ids := torch.zeros(1, 64, dtype=torch.long)), labels=ids).logits is None
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_engine_of_a_length_is_read(ours: Any, stage: int, tmp_path: Path) -> None:
+    (file := tmp_path / "deepspeed.json").write_text(json.dumps({"zero_optimization": {"stage": stage}}))
+    asked = axolotl_checks.fit_question({"deepspeed": str(file), "optimizer": "adamw_8bit", "micro_batch_size": 2})
+    assert asked == {"engine": f"zero{stage}" if stage > 1 else None, "optimizer": "adamw_8bit", "batch_size": 2,
+                     "autocast": False}  # fmt: skip
 
 
 def test_without_the_plugin_axolotls_own_patch_runs(ours: Any) -> None:
@@ -96,8 +114,8 @@ def test_tiled_mlp_false_leaves_the_blocks_alone(ours: Any, caplog: pytest.LogCa
         ({"tiled_mlp": True}, {}),
         ({"tiled_mlp": True, "tiled_mlp_num_shards": 4}, {"tile": "shards:4"}),
         ({"tiled_mlp_use_original_mlp": False}, {"path": "fused"}),
-        ({"seqtile": {"tile": 4096, "keep": 0.5, "offload": "memory:1GiB"}},
-         {"tile": 4096, "keep": 0.5, "offload": "memory:1GiB"}),
+        ({"seqtile": {"tile": 4096, "keep": 0.5, "offload": "1GiB"}},
+         {"tile": 4096, "keep": 0.5, "offload": "1GiB"}),
         ({"tiled_mlp": False, "tiled_mlp_num_shards": 4, "seqtile": {"offload": True}},
          {"offload": True, "blocks": "none"}),
         ({"seqtile": {"only": ["*.layers.0.*"], "loss": "tiled", "loss_tile": 512, "checkpoint": "attention-saved"}},
@@ -126,9 +144,11 @@ REFUSED = [
     ({"seqtile": {"loss": "tiled"}, "chunked_cross_entropy": True}, "both compute the loss"),
     ({"seqtile": {"offload": True}, "activation_offloading": "legacy"}, "activation_offloading"),
     ({"seqtile": {"offload": True}, "gradient_checkpointing": "offload"}, "gradient_checkpointing: offload"),
-    ({"seqtile": {"checkpoint": "full"}, "fsdp_config": {"activation_checkpointing": True}}, "fsdp_config"),
+    ({"seqtile": {"checkpoint": "layer"}, "fsdp_config": {"activation_checkpointing": True}}, "fsdp_config"),
     ({"sequence_parallel_degree": 4, "context_parallel_size": 8}, "names of one number"),
     ({"context_parallel": {"size": 4}, "context_parallel_size": 8}, "context_parallel.size: 4 are names"),
+    ({"seqtile": {"max_length": 64}, "cut_cross_entropy": True}, "both compute the loss"),
+    ({"seqtile": {"max_length": 64}, "context_parallel_size": 8}, "plans a supervised step on whole rows"),
     ({"selective_checkpointing": {"save_matmul_min_k": 64}}, "save_matmul_min_k: 64 keeps the products"),
     ({"selective_checkpointing": {"save": ["attention", "aten::mm"]}}, "save: aten::mm keeps the products"),
     ({"selective_checkpointing": {"save_modules": ["o_proj", "mlp.down_proj"]}}, "save_modules: mlp.down_proj keeps"),
@@ -248,7 +268,7 @@ def test_an_older_deepspeed_keeps_reentrant_checkpoints_with_adapters(
 
 def test_settings_are_the_arguments_of_apply(ours: Any) -> None:
     arguments = [p.name for p in inspect.signature(seqtile.apply).parameters.values() if p.kind is p.KEYWORD_ONLY]
-    assert list(ours.SeqtileSettings.model_fields) == arguments
+    assert list(ours.SeqtileSettings.model_fields) == ["max_length", *arguments]
 
 
 def test_hooks_have_axolotls_names_and_parameters(ours: Any) -> None:

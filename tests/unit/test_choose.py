@@ -28,8 +28,8 @@ from seqtile.train.resume import resumed_recipe
 from tiny_models import build, tiny_config
 
 GIB = 2**30
-TAKES = {(None, False): 100, ("attention-saved", False): 60, ("full", False): 40, ("attention-saved", True): 30,
-         ("full", True): 20}  # fmt: skip
+TAKES = {(None, False): 100, ("attention-saved", False): 60, ("layer", False): 40, ("attention-saved", True): 30,
+         ("layer", True): 20}  # fmt: skip
 """GiB of a model that is made up; tiles take 8 more at 8,192 tokens, keep 10; all heads at once 4, whole norms 1."""
 MINIMAL_MEMORY = {"blocks": "mlp+norm+projections", "heads": 1}
 
@@ -100,11 +100,11 @@ def ask(memory: float, tokens: int = 65536, given: Any = None, can_offload: bool
     [
         (200, None, False, 8192, 1.0, False), (116, None, False, 8192, 0.5, False),
         (110, None, False, 8192, 0.0, False), (109, "attention-saved", False, 8192, 1.0, False),
-        (69, "attention-saved", False, 8192, 0.0, True), (64, "full", False, 8192, 1.0, False),
-        (49, "full", False, 8192, 0.0, True), (44, "attention-saved", True, 8192, 0.0, False),
-        (39, "attention-saved", True, 8192, 0.0, True), (34, "full", True, 8192, 0.0, False),
-        (29, "full", True, 8192, 0.0, True), (24, "full", True, 2048, 0.0, True),
-        (18, "full", True, 512, 0.0, True),
+        (69, "attention-saved", False, 8192, 0.0, True), (64, "layer", False, 8192, 1.0, False),
+        (49, "layer", False, 8192, 0.0, True), (44, "attention-saved", True, 8192, 0.0, False),
+        (39, "attention-saved", True, 8192, 0.0, True), (34, "layer", True, 8192, 0.0, False),
+        (29, "layer", True, 8192, 0.0, True), (24, "layer", True, 2048, 0.0, True),
+        (18, "layer", True, 512, 0.0, True),
     ],
 )  # fmt: skip
 def test_the_cheapest_that_fits(
@@ -121,7 +121,7 @@ def test_the_cheapest_that_fits(
 def test_what_only_the_expected_estimate_fits_is_taken_with_the_tiles_of_auto(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Planned, "spread", 20)
     found = ask(35)
-    assert not found.sure and found.settings == settings("full", True, 8192, 2048, **MINIMAL_MEMORY)
+    assert not found.sure and found.settings == settings("layer", True, 8192, 2048, **MINIMAL_MEMORY)
     found = ask(17)
     assert not found.sure and found.settings.tile == 2048  # at 8,192 tokens it takes 23
 
@@ -132,15 +132,15 @@ def test_nothing_that_fits_is_one_sentence_with_the_longest_that_would():
 
 
 def test_what_is_given_stays_and_says_so():
-    found = ask(200, given={"checkpoint": "full", "tile": 1024, "keep": 0.0})
-    assert found.settings == settings("full", False, 1024, 2048, 0.0)
+    found = ask(200, given={"checkpoint": "layer", "tile": 1024, "keep": 0.0})
+    assert found.settings == settings("layer", False, 1024, 2048, 0.0)
     assert {name for name, why in found.reasons.items() if why == "as given"} == {"checkpoint", "tile", "keep"}
     with pytest.raises(RunError, match="do not fit"):
         ask(30, given={"checkpoint": None})
 
 
 def test_without_an_accelerator_nothing_is_moved_to_the_host():
-    assert ask(38, can_offload=False).settings == settings("full", False, 512, 128, 0.0, **MINIMAL_MEMORY)
+    assert ask(38, can_offload=False).settings == settings("layer", False, 512, 128, 0.0, **MINIMAL_MEMORY)
 
 
 def test_a_model_whose_attention_runs_whole_keeps_it_so(monkeypatch: pytest.MonkeyPatch):
@@ -173,10 +173,10 @@ def test_a_run_out_of_memory_goes_on_with_smaller_tiles_then_with_what_the_ladde
     chain = [*down(settings("attention-saved", False, 8192, 2048, 0.5), True)]
     assert chain == [
         settings("attention-saved", False, 2048, 512), settings("attention-saved", False, 512, 128),
-        settings("attention-saved", False, 128, 128), settings("full", False, 128, 128),
-        settings("full", True, 128, 128),
+        settings("attention-saved", False, 128, 128), settings("layer", False, 128, 128),
+        settings("layer", True, 128, 128),
     ]  # fmt: skip
-    assert [*down(settings("full", False, 128, 64), False)] == []
+    assert [*down(settings("layer", False, 128, 64), False)] == []
     assert {(rung.checkpoint, rung.offload) for rung in LADDER} >= {(one.checkpoint, one.offload) for one in chain}
 
 
@@ -209,14 +209,14 @@ def test_train_fit_says_why_saves_what_it_chose_and_a_resume_does_not_choose_aga
                  "fit: offload false: not needed", "fit: loss_tile 64: the rule of auto"):  # fmt: skip
         assert line in errors, errors
     saved = read_recipe(folder / "out" / "recipe.yaml")
-    chosen = {key: saved[key] for key in ("fit", "tile", "activation_checkpointing", "checkpoint", "loss_tile", "keep")}
-    assert chosen == {"fit": False, "tile": "auto", "activation_checkpointing": False, "checkpoint": None,
+    chosen = {key: saved[key] for key in ("fit", "tile", "checkpoint", "loss_tile", "keep")}
+    assert chosen == {"fit": False, "tile": "auto", "checkpoint": "none",
                       "loss_tile": 64, "keep": 0.0}  # fmt: skip
     resumed, notes = resumed_recipe({}, {"output": str(folder / "out"), "fit": True, "steps": 2})
     assert not resumed.fit and notes == [
         "fit chooses for a new run; --resume goes on with the settings that this one has"
     ]
-    assert not resumed.activation_checkpointing
+    assert not resumed.recomputes
 
 
 def test_train_fit_of_a_hybrid_model_runs_its_state_in_tiles(folder: Path, tmp_path: Path, capfd: Any):
@@ -236,8 +236,8 @@ def test_train_fit_of_a_hybrid_model_runs_its_state_in_tiles(folder: Path, tmp_p
                  "layers with a state in tiles of about 2,048 tokens: 1 of 1"):  # fmt: skip
         assert line in errors, errors
     saved = read_recipe(tmp_path / "out" / "recipe.yaml")
-    assert {key: saved[key] for key in ("fit", "state", "activation_checkpointing", "loss_tile")} == {
-        "fit": False, "state": "auto", "activation_checkpointing": False, "loss_tile": 64
+    assert {key: saved[key] for key in ("fit", "state", "checkpoint", "loss_tile")} == {
+        "fit": False, "state": "auto", "checkpoint": "none", "loss_tile": 64
     }  # fmt: skip
     card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
     assert "layers with a state in tiles" in card and "left untiled: batches of up to" in card
@@ -291,18 +291,18 @@ def test_the_length_alone_chooses_where_there_is_an_accelerator(folder: Path, mo
 
 
 def test_a_plan_is_asked_what_the_run_does(folder: Path):
-    request = fits.request_of(recipe_of(folder, lora={"r": 4}, batch_size=3, trainer={"optim": "adamw_bnb_8bit"}), GIB)
+    request = fits.request_of(recipe_of(folder, lora={"r": 4}, batch_size=3, optimizer="adamw-8bit"), GIB)
     found = {name: getattr(request, name) for name in ("batch", "optimizer", "attention")}
     assert found == {"batch": 3, "optimizer": "adamw-8bit", "attention": "sdpa"}
-    assert request.options == TilingOptions(loss="tiled", loss_tile=4096, checkpoint="full")
+    assert request.options == TilingOptions(loss="tiled", loss_tile=4096, checkpoint="layer")
     assert request.lora and request.lora.r == 4 and request.device.memory == GIB and request.gpus == 1
-    whole = fits.request_of(recipe_of(folder, tiled_mlp=False, tile=None, activation_checkpointing=False))
+    whole = fits.request_of(recipe_of(folder, tiled_mlp=False, tile=None, checkpoint="none"))
     assert (whole.options.tiled, whole.options.checkpoint) == (False, None) and whole.device.memory > GIB / 4
     kept = fits.request_of(recipe_of(folder, keep=0.5, tile="shards:2", checkpoint="attention-saved"))
     kept = kept.options
     assert (kept.keep, kept.tile, kept.checkpoint) == (0.5, "shards:2", "attention-saved")
     eight_bit = {"model_kwargs": {"quantization_config": {"load_in_8bit": True}}}
-    for odd, said in (({"trainer": {"optim": "lomo"}}, "optimiser 'lomo'"), (eight_bit, "quantization_config")):
+    for odd, said in (({"optimizer": "lomo"}, "optimiser 'lomo'"), (eight_bit, "quantization_config")):
         with pytest.raises(UserError, match=said):
             fits.request_of(recipe_of(folder, **odd), GIB)
 
@@ -320,7 +320,7 @@ def test_the_choice_is_made_once_before_the_processes_start(
     words = ["train", "--model", str(folder / "model"), "--dataset", str(folder / "rows.jsonl"), "--max-length", "64",
              "--output", str(tmp_path / "out"), "--engine", "ddp", "--nproc", "2", "--fit-memory", "4GiB"]  # fmt: skip
     assert main(words) == 0
-    assert [(one["fit"], one["activation_checkpointing"], one["loss_tile"]) for one in read] == [(False, False, 64)]
+    assert [(one["fit"], one["checkpoint"], one["loss_tile"]) for one in read] == [(False, "none", 64)]
     assert "fit: rows of 64 tokens on 2 x the memory given with 4.00 GiB" in capfd.readouterr().err
 
 

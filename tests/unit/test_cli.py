@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 
 import seqtile
 import tiny_run
-from seqtile.cli import COMMANDS, main
+from seqtile.cli import COMMANDS, build_app, main
+from seqtile.cli.train_command import offload_keys, recipe_options
+from seqtile.planner import explain, techniques
 
 
 @pytest.fixture(scope="module")
@@ -155,10 +160,17 @@ def test_trackers_are_those_of_transformers_and_need_their_package(monkeypatch: 
         ("train --max-lenght 3", "seqtile train has no flag --max-lenght; did you mean --max-length?"),
         ("train --output_dir x", "seqtile train has no flag --output-dir; here it is called --output"),
         (
-            "train --checkpoint full",
-            "seqtile train has no flag --checkpoint; it is a key of the recipe: write 'checkpoint: VALUE' into a file, "
-            "and give it with --recipe FILE",
+            "train --dtype bfloat16",
+            "seqtile train has no flag --dtype; it is a key of the recipe: write 'dtype: VALUE' into a file, and give "
+            "it with --recipe FILE",
         ),
+        ("train --lr 1e-4", "seqtile train has no flag --lr; here it is called --learning-rate"),
+        ("train --seq_len 9", "seqtile train has no flag --seq-len; here it is called --max-length"),
+        ("train --load-in-4bit", "seqtile train has no flag --load-in-4bit; here it is called --qlora"),
+        ("train --gpus 8", "seqtile train has no flag --gpus; here it is called --nproc"),
+        ("plan --nproc 8", "seqtile plan has no flag --nproc; here it is called --gpus"),
+        ("train --memory 80GiB", "seqtile train has no flag --memory; here it is called --fit-memory"),
+        ("plan --memory 80GiB", "seqtile plan has no flag --memory; here it is called --device"),
         (
             "train --weight-decay 0.1",
             "seqtile train has no flag --weight-decay; an argument of TRL's SFTConfig is written as 'trainer: "
@@ -192,6 +204,52 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]):
     assert main(["--help"]) == 0
     shown = capsys.readouterr().out
     assert all(name in shown for name in COMMANDS)
+
+
+def test_the_help_of_train_fits_on_a_screen_and_help_all_has_every_flag(monkeypatch, capsys) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["train", "--help"]) == 0
+    short = capsys.readouterr().out
+    assert len(short.splitlines()) <= 24 and "--qlora" in short and "--packing" not in short
+    assert main(["train", "--help-all"]) == 0
+    full = capsys.readouterr().out
+    assert "--packing" in full and all(flag in full for flag in re.findall("--[a-z-]+", short))
+
+
+def test_train_takes_every_flag_that_a_plan_proposes() -> None:
+    proposed = [technique for module in (techniques, explain) for technique in vars(module).values()
+                if isinstance(technique, techniques.Technique)]  # fmt: skip
+    words = " ".join(technique.flags for technique in proposed).split()
+    assert len(words) > 12 and "--heads" in words
+    command: Any = typer.main.get_command(build_app()).commands["train"]  # type: ignore[attr-defined]
+    command.make_parser(command.context_class(command)).parse_args([*words, "--offload", "checkpoints,optimizer"])
+
+
+@pytest.mark.parametrize(
+    ("text", "keys"),
+    [
+        ("true", {"offload": True}), ("checkpoints", {"offload": True}), ("64GB", {"offload": "64GB"}),
+        ("checkpoints,optimizer", {"offload": True, "engine_offload": ["optimizer"]}), ("false", {"offload": False}),
+        ("optimizer,weights", {"engine_offload": ["optimizer", "weights"]}),
+        ("64GB,weights", {"offload": "64GB", "engine_offload": ["weights"]}),
+    ],
+)  # fmt: skip
+def test_what_offload_names(text: str, keys: dict[str, Any]) -> None:
+    assert offload_keys(text) == keys
+
+
+def test_options_that_are_flags_are_keys_of_the_recipe() -> None:
+    flags = {"tile": "none", "keep": "0.5", "checkpoint": "none", "loss": "tiled", "heads": 2, "blocks": "mlp"}
+    keys = {"tiled_mlp": False, "keep": 0.5, "checkpoint": "none", "heads": 2, "blocks": "mlp"}
+    assert recipe_options(flags) == keys
+    with pytest.raises(seqtile.UserError, match="runs in tiles in any case"):
+        recipe_options({"loss": "full"})
+
+
+@pytest.mark.parametrize("text", ["all", "64GB,32GB", "true,64GB", "gradients"])
+def test_what_offload_does_not_name(text: str) -> None:
+    with pytest.raises(seqtile.UserError, match="expected true or a size such as 64GB"):
+        offload_keys(text)
 
 
 def test_lists_of_commands_are_not_cut_off(monkeypatch, capsys: pytest.CaptureFixture[str]):
@@ -245,7 +303,7 @@ def test_doctor_says_what_is_wrong_and_goes_on(
 
     features = {name: doctor_checks.FEATURES[name] for name in ("tiled MLP", "head-wise attention")}
     features["offload"] = doctor_checks.Feature("torch", {"blocks": "none", "loss": "tiled"})
-    features["compiled block"] = doctor_checks.Feature("torch", {"offload": "memory:nonsense"})
+    features["compiled block"] = doctor_checks.Feature("torch", {"offload": "nonsense"})
     monkeypatch.setattr(doctor_checks, "FEATURES", features)
     last_tile_without_gradient(monkeypatch)
     assert main(["doctor"]) == 1
@@ -338,7 +396,7 @@ def test_bad_flags(model: Path, dataset: Path, tmp_path: Path, flags: list[str],
     [
         ("stepz: 3", "did you mean 'steps'"),
         ("trainer: {warmup_stepz: 3}", "did you mean 'warmup_steps'"),
-        ("trainer: {optim: sgdd}", "sgdd is not a valid OptimizerNames"),
+        ("optimizer: sgdd", "sgdd is not a valid OptimizerNames"),
         ("trainer: {weight_decay: much}", "trainer.weight_decay"),
         ("trainer: {lr_scheduler_type: greedy}", "requires an eval strategy"),
         ("trainer: {warmup_steps: -3}", "warmup_steps"),

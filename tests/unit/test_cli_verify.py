@@ -53,13 +53,13 @@ def test_a_right_tiling_is_shown_with_its_costs(config: Path, capsys: pytest.Cap
     assert all(len(line) <= 120 for line in shown.splitlines())
 
 
-@pytest.mark.parametrize("flags", [[], ["--dtype", "bfloat16"], ["--no-activation-checkpointing"]])
+@pytest.mark.parametrize("flags", [[], ["--dtype", "bfloat16"], ["--checkpoint", "none"]])
 def test_json_is_one_object(config: Path, flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert verify(config, "--json", "--tile", "16", *flags) == 0
     got = found(capsys)
     assert got["verdict"] == "same" and got["worst"]["of_allowed"] <= 1
     assert got["worst"]["untiled_error"] >= 0 and got["worst"]["tiled_error"] >= 0
-    plain = flags == ["--no-activation-checkpointing"]
+    plain = flags == ["--checkpoint", "none"]
     assert got["units"] == {"untiled": 9.0 if plain else 11.0, "tiled": 11.0}
     assert got["tiled"] == {"blocks": 2, "tile": "16", "most_tiles": 7}
     assert got["truth"] == ("float32" if "bfloat16" in flags else "float64")
@@ -115,13 +115,13 @@ def test_a_planted_fault_ends_with_1_and_a_name(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     plant(monkeypatch, fault)
-    assert verify(config, "--json", "--no-activation-checkpointing", *flags) == 1
+    assert verify(config, "--json", "--checkpoint", "none", *flags) == 1
     got = found(capsys)
     assert got["verdict"] == "differ" and got["worst"]["name"].startswith(named)
     assert ".mlp." in got["worst"]["name"] or named == MLP
     if named == DOWN:
         assert got["worst"]["tiled_error"] > 1e-4 > got["worst"]["untiled_error"]
-    assert verify(config, "--no-activation-checkpointing", *flags) == 1
+    assert verify(config, "--checkpoint", "none", *flags) == 1
     assert f"verdict: GRADIENTS DIFFER: {got['worst']['name']}: " in capsys.readouterr().out.replace("\n", "")
 
 

@@ -58,7 +58,7 @@ from seqtile.train import recipe as recipes
 found = {}
 for command in ("train", "plan", "probe", "verify"):
     with contextlib.redirect_stdout(io.StringIO()) as said:
-        assert main([command, "--help"]) == 0
+        assert main([command, "--help-all" if command == "train" else "--help"]) == 0
     found[f"{command} --help"] = "--dummy" in said.getvalue()
 recipe, _ = recipes.build_recipe({"model": "m", "dataset": "d", "dummy": 5}, {})
 found["recipe"] = [recipe.options.dummy, recipe.model_dump()["dummy"], recipe.changed(dummy=6).options.dummy]
@@ -175,8 +175,8 @@ def test_nothing_else_declares_the_options() -> None:
 SOME = [
     TilingOptions(), TilingOptions(tile=4096, keep=0.5, heads=1), TilingOptions(tile="memory:1GiB", keep="memory:4GiB"),
     TilingOptions(blocks=WHOLE_LAYER, only=("*.0.*",), trust="a.b"), TilingOptions(blocks="none", offload=True),
-    TilingOptions(loss="tiled", loss_tile=512, checkpoint="full"),
-    TilingOptions(checkpoint="attention-saved", offload="memory:64GiB", heads="auto"),
+    TilingOptions(loss="tiled", loss_tile=512, checkpoint="layer"),
+    TilingOptions(checkpoint="attention-saved", offload="64GiB", heads="auto"),
 ]  # fmt: skip
 
 
@@ -195,14 +195,14 @@ def test_every_key_is_an_option_once() -> None:
     assert {*keys_of(TilingOptions())} == {name for name, how in WRITTEN.items() if how.recipe} | {"tiled_mlp"}
 
 
-UNTILED = TilingOptions(blocks="none")
+UNTILED, TILED = (TilingOptions(blocks=blocks, checkpoint="layer") for blocks in ("none", "auto"))
 
 
 def test_untiled_in_a_recipe_is_the_blocks_of_apply() -> None:
     for values in ({"tiled_mlp": False}, {"blocks": "none"}, {"use_tiled_mlp": "no"}):
         recipe, _ = build_recipe({**GIVEN, **values}, {})
         assert recipe.options == UNTILED and not recipe.tiled_mlp and recipe.model_dump()["tiled_mlp"] is False
-        assert build_recipe(recipe.model_dump(), {"tiled_mlp": "true"})[0].options == TilingOptions()
+        assert build_recipe(recipe.model_dump(), {"tiled_mlp": "true"})[0].options == TILED
     with pytest.raises(UserError, match="say both 'tiled_mlp: True' and 'blocks: none'; keep one"):
         build_recipe({**GIVEN, "tiled_mlp": True, "blocks": "none"}, {})
 
@@ -212,8 +212,8 @@ def test_an_untiled_run_may_go_on_tiled(tmp_path: Path) -> None:
     save_recipe(resolve(recipe), tmp_path / "recipe.yaml")
     for given, options in (
         ({}, UNTILED),
-        ({"tile": "64"}, TilingOptions(tile="64")),
-        ({"tiled_mlp": "true"}, TilingOptions()),
+        ({"tile": "64"}, replace(TILED, tile="64")),
+        ({"tiled_mlp": "true"}, TILED),
     ):
         assert resumed_recipe({}, {"output": str(tmp_path), **given})[0].options == options
 
@@ -238,8 +238,8 @@ FLAGS = {
     "": PLANNED,
     "--tile 4096 --keep 0.5": replace(PLANNED, tile="4096", keep=0.5),
     "--tile none --loss full": replace(PLANNED, blocks="none", loss=None),
-    "--checkpoint layer --offload checkpoints": replace(PLANNED, checkpoint="full", offload=True),
-    "--checkpoint full --blocks mlp": replace(PLANNED, checkpoint="full", blocks="mlp"),
+    "--checkpoint layer --offload checkpoints": replace(PLANNED, checkpoint="layer", offload=True),
+    "--checkpoint layer --blocks mlp": replace(PLANNED, checkpoint="layer", blocks="mlp"),
     "--checkpoint none --keep memory:4GiB": replace(PLANNED, checkpoint=None, keep="memory:4GiB"),
     f"--checkpoint attention-saved --blocks {WHOLE_LAYER} --heads 2": replace(
         PLANNED, checkpoint="attention-saved", blocks=WHOLE_LAYER, heads=2
@@ -253,7 +253,7 @@ def test_flags_become_a_request_whose_recipe_is_planned_the_same(flags: str, pla
     [request] = planned
     assert request.options == FLAGS[flags]
     if request.options.checkpoint == "auto":  # decided by the plan
-        request = replace(request, options=replace(request.options, checkpoint="full"))
+        request = replace(request, options=replace(request.options, checkpoint="layer"))
     planner = SimpleNamespace(
         request=request, resolved=lambda _: request.setup(), estimate=lambda _: SimpleNamespace(moved=1.0),
         host_room=lambda: None,
@@ -271,7 +271,7 @@ def test_flags_become_a_request_whose_recipe_is_planned_the_same(flags: str, pla
         ("plan --tile 0", "expected at least 1"),
         (
             "plan --checkpoint some",
-            "checkpoint 'some' is not known here; use one of auto, layer, full, attention-saved",
+            "checkpoint 'some' is not known here; use one of auto, layer, attention-saved, none",
         ),
         ("plan --blocks mlp --tile none", "drop --blocks or --tile none"),
         ("plan --keep 0.5 --tile none", "keep would be ignored"),
@@ -300,8 +300,8 @@ def test_a_bad_value_is_one_sentence(
         ({"loss": "full"}, "loss='full': expected 'tiled', or None"),
         ({"loss_tile": 0}, "loss_tile=0: got 0 tokens per tile, expected at least 1"),
         ({"loss_impl": "best"}, "loss_impl='best': expected one of 'torch', 'native'"),
-        ({"checkpoint": "layer"}, "checkpoint='layer': expected one of 'full', 'attention-saved', or None"),
-        ({"offload": "all"}, "offload='all': expected True, False or a bound such as 'memory:64GiB'"),
+        ({"checkpoint": "full"}, "checkpoint='full': expected one of 'layer', 'attention-saved', 'none', or None"),
+        ({"offload": "all"}, "offload='all': expected True, False or a bound such as '64GB'"),
         ({"heads": 0}, "heads=0: expected 'auto', a number of key-value heads per pass from 1, or None"),
     ],
     ids=str,

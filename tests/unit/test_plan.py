@@ -479,7 +479,7 @@ def test_what_the_host_has_no_room_for_stays_on_the_device(planner: Planner) -> 
     estimate = half.estimate(16384)
     assert estimate.moved == pytest.approx(0.5)
     assert estimate.host_terms["checkpointed hidden states"] == pytest.approx(held / 2)
-    assert recipe(half, 16384)["offload"] == f"memory:{held // 2 // 2**20}MiB"
+    assert recipe(half, 16384)["offload"] == f"{held // 2 // 2**20}MiB"
     all_of_it, nothing = (other(planner, offload=True, host_memory=round(process + room)) for room in (2 * held, 0))
     bytes_on_device = [one.estimate(16384).device.expected for one in (all_of_it, half, nothing)]
     assert bytes_on_device == sorted(bytes_on_device) and bytes_on_device[0] < bytes_on_device[2]
@@ -609,7 +609,7 @@ def test_attention_is_not_saved_where_that_does_not_fit_or_pay(planner: Planner)
         chosen, saving = choose_attention_saved(planner, tokens)
         assert (chosen, saving.chosen) == (planner, False)
         assert words in saving.why
-        assert "checkpoint" not in recipe(chosen, tokens)
+        assert recipe(chosen, tokens)["checkpoint"] == "layer"
 
 
 def test_what_cannot_fit_is_refused_without_a_fake_run(planner: Planner, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -634,7 +634,7 @@ def test_no_fake_run_saves_attention_where_the_step_does_not_fit_without(
         assert saving is not None and not saving.chosen
         assert saving.why.startswith("0.") and "not chosen: the high estimate does not fit without it" in saving.why
         assert not one.fits_at_the_high_estimate(estimate)
-        assert found and {setup.options.checkpoint for setup in found} == {"full"}
+        assert found and {setup.options.checkpoint for setup in found} == {"layer"}
 
 
 class _Fits:
@@ -902,7 +902,7 @@ def test_states_in_formulas_are_those_of_the_optimiser(name: str) -> None:
 
 
 @pytest.mark.parametrize("lora", [None, Lora(4)], ids=["full", "adapters"])
-@pytest.mark.parametrize("checkpoint", ["full", "attention-saved", None])
+@pytest.mark.parametrize("checkpoint", ["layer", "attention-saved", None])
 def test_operations_are_those_that_are_counted(folder: Path, lora: Lora | None, checkpoint: str) -> None:
     """Attention's own kernel is not a matrix product, so that a short row is counted without it."""
     request = request_of(folder, lora=lora, checkpoint=checkpoint, blocks="none", precision="float32")

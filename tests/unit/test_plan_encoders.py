@@ -43,7 +43,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 FORWARD = Phase(HEAD, direction="forward")
 SETUP = Setup(
-    dtype=torch.float32, options=TilingOptions(tile=64, loss_tile=64, loss="tiled", checkpoint="full"), batch=2
+    dtype=torch.float32, options=TilingOptions(tile=64, loss_tile=64, loss="tiled", checkpoint="layer"), batch=2
 )
 SETUP = replace(SETUP, options=replace(SETUP.options, loss=None))
 
@@ -64,7 +64,7 @@ def save(config: Any, folder: Path) -> str:
 
 
 def request(kind: str, **changes: Any) -> Request:
-    options = TilingOptions(loss=None, checkpoint="full")
+    options = TilingOptions(loss=None, checkpoint="layer")
     found = Request(model=kind, config=config_of(kind), device=find_device("2GiB"), options=options)
     return changed(found, **changes)
 

@@ -271,7 +271,7 @@ BAD = [
     (["--loss", "grpo", "--generator", "sleep", "--generator-memory", "3"], "expected a fraction of the device"),
     (["--loss", "grpo", "--generator", "sleep", "--generator-memory", "much"], "expected a fraction of the device"),
     (["--loss", "grpo", "--group-size", "1"], "expected at least 2 completions"),
-    (["--loss", "grpo", "--group-size", "6", "--grad-accumulation", "4"], "use --grad-accumulation 6"),
+    (["--loss", "grpo", "--group-size", "6", "--gradient-accumulation", "4"], "use --gradient-accumulation 6"),
     (["--loss", "grpo", "--gpus", "2", "--engine", "zero3", "--sp-size", "2"], "does not split sequences"),
     (["--loss", "grpo", "--recipe", "recipe.yaml"], "which is a supervised step"),
 ]
@@ -289,5 +289,5 @@ def test_bad_input_is_one_sentence(
 
 
 def test_a_request_that_trl_would_not_run_is_refused(planner: Planner, folder: Path) -> None:
-    with pytest.raises(UserError, match="no whole groups of 8; use --grad-accumulation 8"):
+    with pytest.raises(UserError, match="no whole groups of 8; use --gradient-accumulation 8"):
         other(planner, folder, accumulation=3)

@@ -39,7 +39,7 @@ TOWER_OF_ANY_SIZE = {
     "temporal_patch_size": 2, "out_hidden_size": 64,
 }  # fmt: skip
 SETUP = Setup(
-    dtype=torch.float32, options=TilingOptions(tile=64, loss="tiled", loss_tile=64, checkpoint="full"), batch=2
+    dtype=torch.float32, options=TilingOptions(tile=64, loss="tiled", loss_tile=64, checkpoint="layer"), batch=2
 )
 
 
@@ -160,7 +160,7 @@ def test_models_without_a_known_tower_are_refused(tmp_path: Path, capsys: pytest
 
 def test_the_vision_towers_attention_is_saved_too() -> None:
     config = config_of("llava")
-    options = TilingOptions(loss="tiled", loss_tile="auto", checkpoint="full")
+    options = TilingOptions(loss="tiled", loss_tile="auto", checkpoint="layer")
     request = Request(model="m", config=config, device=find_device("40GB"), options=options)
     more = {}
     for pictures in (None, read_pictures(config, 32)):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from seqtile import UserError
-from seqtile.train.recipe import RECIPE_FILE, build_recipe, parse_lora, read_recipe, resolve, save_recipe
+from seqtile.train.recipe import RECIPE_FILE, LoraRecipe, build_recipe, parse_lora, read_recipe, resolve, save_recipe
 from seqtile.train.resume import resumed_recipe
 
 GIVEN = {"model": "m", "dataset": "d.jsonl"}
@@ -22,7 +22,7 @@ def test_nothing_given_is_the_demo():
     recipe = resolve(build_recipe({}, {})[0])
     assert recipe.is_demo
     assert (recipe.steps, recipe.max_length, recipe.batch_size) == (30, 8192, 1)
-    assert recipe.activation_checkpointing and recipe.tiled_mlp and recipe.compare
+    assert recipe.recomputes and recipe.tiled_mlp and recipe.compare
 
 
 def test_flags_win_over_the_recipe():
@@ -223,7 +223,7 @@ def test_a_resumed_run_keeps_the_rows_of_a_step(changes: dict[str, Any], accumul
     ("run", "changes", "told"),
     [
         ({}, {"gradient_accumulation": 6}, "cannot change gradient_accumulation from 3 to 6"),
-        ({}, {"nproc": 4, "gradient_accumulation": 3}, "12 rows and had 24; give --grad-accumulation 6"),
+        ({}, {"nproc": 4, "gradient_accumulation": 3}, "12 rows and had 24; give --gradient-accumulation 6"),
         ({}, {"nproc": 10}, "a step would have 30 rows and had 24; give processes"),
         ({}, {"nproc": 64}, "a step would have 192 rows and had 24; give processes"),
         ({}, {"nproc": 5}, "cp_size 2 does not divide 5 processes"),
@@ -247,3 +247,47 @@ def test_other_processes_that_would_make_it_another_run_are_refused(
     save_recipe(resolve(build_recipe({**RUN, **run, "output": str(tmp_path)}, {})[0]), tmp_path / RECIPE_FILE)
     with pytest.raises(UserError, match=told):
         resumed_recipe({}, {"output": str(tmp_path), **changes})
+
+
+@pytest.mark.parametrize(
+    ("values", "kwargs", "optimizer"),
+    [
+        ({}, {}, {"optim": "adamw_torch_fused"}),
+        ({"attention": "flash"}, {"attn_implementation": "flash_attention_2"}, {"optim": "adamw_torch_fused"}),
+        ({"attention": "flash", "engine": "fsdp2", "cp_size": 2, "packing": False, "nproc": 2},
+         {"attn_implementation": "sdpa"}, {"optim": "adamw_torch_fused"}),
+        ({"attention": "kernels-community/flash-attn3", "optimizer": "rmsprop"},
+         {"attn_implementation": "kernels-community/flash-attn3"}, {"optim": "rmsprop"}),
+        ({"optimizer": "sgd-momentum"}, {}, {"optim": "sgd", "optim_args": "momentum=0.9"}),
+    ],
+)  # fmt: skip
+def test_the_words_of_a_plan_are_those_of_a_recipe(
+    values: dict[str, Any], kwargs: dict[str, Any], optimizer: dict[str, str]
+) -> None:
+    recipe = resolve(build_recipe({"model": "m", "dataset": "d", **values}, {})[0])
+    assert recipe.weights_kwargs == kwargs and recipe.optimizer_arguments == optimizer
+
+
+def test_qlora_is_adapters_on_four_bits() -> None:
+    recipe, _ = build_recipe({}, {"model": "m", "dataset": "d", "qlora": True})
+    assert recipe.lora == LoraRecipe() and recipe.weights_kwargs["quantization_config"]["load_in_4bit"]
+    assert build_recipe({"lora": {"r": 4}}, {"model": "m", "dataset": "d", "qlora": True})[0].lora == LoraRecipe(r=4)
+    both = {"model": "m", "dataset": "d", "qlora": True, "model_kwargs": {"quantization_config": {}}}
+    with pytest.raises(UserError, match="keep one"):
+        resolve(build_recipe(both, {})[0])
+
+
+@pytest.mark.parametrize(
+    "section", [{"model_kwargs": {"attn_implementation": "sdpa"}}, {"trainer": {"optim": "sgd"}}], ids=str
+)
+def test_a_second_name_is_told_the_first(section: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match="has its own name here; use '(attention|optimizer)' instead"):
+        build_recipe({"model": "m", "dataset": "d", **section}, {})
+
+
+def test_plain_checkpoints_are_the_trainers() -> None:
+    for checkpoint, recomputes, applied in (("layer", True, None), ("attention-saved", True, "attention-saved"),
+                                            ("none", False, None)):  # fmt: skip
+        recipe, _ = build_recipe({"model": "m", "dataset": "d", "checkpoint": checkpoint}, {})
+        assert (recipe.recomputes, recipe.tiling.checkpoint) == (recomputes, applied)
+        assert recipe.model_dump()["checkpoint"] == checkpoint

@@ -34,7 +34,7 @@ def combination(options: dict[str, Any] | None = None, **settings: Any) -> Combi
 RING, ULYSSES = {"engine": "fsdp2", "cp_size": 2}, {"engine": "zero3", "sp_size": 2}
 
 REFUSED: list[tuple[Combination, str]] = [
-    (combination({"blocks": "none", "keep": 0.5, "checkpoint": "full"}), "keep would be ignored"),
+    (combination({"blocks": "none", "keep": 0.5, "checkpoint": "layer"}), "keep would be ignored"),
     (combination({"loss_tile": 512}), "nothing heeds loss_tile"),
     (combination({"checkpoint": "auto"}), "for a plan to choose"),
     (combination({"offload": True}, recomputes=False), "activation checkpointing is off"),
@@ -78,7 +78,7 @@ ALLOWED = [
     combination(),
     combination(**ULYSSES, processes=4, max_length=64, packing="wrapped"),
     combination(**RING, processes=4, max_length=64, packing=False),
-    combination({"blocks": "none", "checkpoint": "full"}),
+    combination({"blocks": "none", "checkpoint": "layer"}),
     combination({"checkpoint": "attention-saved"}, engine="fsdp2", adapters=True, attention="sdpa"),
     combination(engine="fsdp2", engine_offload=("optimizer", "weights")),
     combination({"blocks": "none", "loss": "tiled"}, product_savers=("selective_checkpointing.save: aten::mm",)),
@@ -90,12 +90,13 @@ def train(asked: Combination) -> None:
     values = {
         "model": "m", "dataset": "d", "max_length": asked.max_length or 64, "engine": asked.engine,
         "nproc": asked.processes, "sp_size": asked.sp_size, "cp_size": asked.cp_size, "packing": asked.packing,
-        "engine_offload": [*asked.engine_offload], "activation_checkpointing": asked.recomputes,
+        "engine_offload": [*asked.engine_offload],
         "lora": {"r": 4} if asked.adapters else None, "tiled_mlp": asked.options.tiled,
         "trainer": dict(asked.trainer) | ({"activation_offloading": True} if asked.offloaders else {}),
-        "model_kwargs": {"attn_implementation": asked.attention} if asked.attention else {},
+        "attention": asked.attention,
     }  # fmt: skip
-    options = {name: getattr(asked.options, name) for name in ("keep", "heads", "checkpoint", "offload")}
+    options = {name: getattr(asked.options, name) for name in ("keep", "heads", "offload")}
+    options["checkpoint"] = asked.options.checkpoint or "layer" if asked.recomputes else "none"
     resolve(build_recipe({**values, **options}, {})[0])
 
 
@@ -103,7 +104,7 @@ def plan(asked: Combination) -> None:
     adapters = Lora() if asked.adapters else None
     options = asked.options
     if asked.recomputes and options.checkpoint is None:
-        options = replace(options, checkpoint="full")
+        options = replace(options, checkpoint="layer")
     request = Request(
         "m", LlamaConfig(), find_device("h100"), options=options, engine=str(asked.engine), lora=adapters,
         gpus=asked.processes or asked.sp_size * asked.cp_size * (2 if asked.engine == "ddp" else 1),

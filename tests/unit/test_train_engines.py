@@ -74,7 +74,7 @@ def test_a_sliding_window_that_ulysses_would_lose(tmp_path: Path):
     values = {"model": str(tmp_path), "engine": "zero3", "sp_size": 2}
     with pytest.raises(UserError, match="sliding window of 32 tokens.*use --max-length 32"):
         check_split(recipe_of(**values))
-    check_split(recipe_of(**values, model_kwargs={"attn_implementation": "flash_attention_2"}))
+    check_split(recipe_of(**values, attention="flash"))
     check_split(recipe_of(**{**values, "max_length": 32}))
 
 

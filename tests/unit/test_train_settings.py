@@ -38,7 +38,7 @@ def test_how_checkpoints_are_made_reaches_the_trainer(name: str, given: Any, tmp
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"activation_checkpointing": False, "trainer": {"gradient_checkpointing_kwargs": {"use_reentrant": False}}},
+        ({"checkpoint": "none", "trainer": {"gradient_checkpointing_kwargs": {"use_reentrant": False}}},
          "drop one of the two"),
         ({"trainer": {"gradient_checkpointing_kwargs": "no"}}, "expected keys and values"),
         ({"trainer": {"gradient_checkpointing_kwargs": {}, "activation_checkpointing_kwargs": {"debug": True}}},
@@ -163,7 +163,7 @@ def load(folder: Path, **values: Any) -> Any:
 
 def test_fields_of_the_configuration_are_set_as_from_pretrained_sets_them(tmp_path: Path) -> None:
     tiny_run.save_model(tmp_path / "model")
-    model = load(tmp_path / "model", model_kwargs={"attention_dropout": 0.25, "attn_implementation": "eager"})
+    model = load(tmp_path / "model", attention="eager", model_kwargs={"attention_dropout": 0.25})
     assert model.config.attention_dropout == 0.25 and model.model.layers[0].self_attn.attention_dropout == 0.25
     assert model.config._attn_implementation == "eager"
     assert load(tmp_path / "model", model_kwargs={"use_cache": False}).config.use_cache is False

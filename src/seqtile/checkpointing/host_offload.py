@@ -372,7 +372,7 @@ class HostMemory:
             raise UserError(
                 f"offload would put {count} layer inputs of {each / 2**30:.3g} GiB on the host, {whole / 2**30:.3g} "
                 f"GiB in all, but {budget / 2**30:.3g} GiB are free on this host for each of its {ranks} ranks; use "
-                f"shorter sequences, more ranks per sequence, or a part only: offload='memory:{budget // 2**20}MiB'"
+                f"shorter sequences, more ranks per sequence, or a part only: offload='{budget // 2**20}MiB'"
             )
         self._checked = each
 

@@ -71,7 +71,7 @@ def check_checkpointing(model: nn.Module, policy: str | None, offload: bool | in
         if not attention_is_exchangeable(type(plain)):
             raise UserError(
                 "checkpoint='attention-saved' keeps the output of an attention kernel, but this model has no attention "
-                "or code of its own for it; use checkpoint='full'"
+                "or code of its own for it; use checkpoint='layer'"
             )
         raise UserError(
             "checkpoint='attention-saved' keeps the output of an attention kernel, but this model computes attention "
@@ -87,7 +87,7 @@ def install_checkpointing(model: nn.Module, policy: str | None, offload: bool | 
     """
     chosen, frozen = split_frozen(find_checkpointed(model))
     for _, module in chosen:
-        checkpointing = Checkpointing(module, policy or "full", offload)
+        checkpointing = Checkpointing(module, policy or "layer", offload)
         checkpointing.install()
     return checkpointing.describe() + which(chosen, frozen)
 
@@ -108,7 +108,7 @@ class Checkpointing(Watched):
 
     Args:
         module: the model.
-        policy: ``"full"`` or ``"attention-saved"``.
+        policy: ``"layer"`` or ``"attention-saved"``.
         offload: layer inputs (and kept attention outputs) wait on the host; a number is the bytes allowed there.
     """
 
@@ -260,7 +260,7 @@ class Checkpointing(Watched):
     def _uncompiled(self, base: Callable[..., Any], function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Dynamo supports neither selective checkpoints nor saved-tensor hooks."""
         option = "offload" if self.attention is None else "checkpoint='attention-saved'"
-        self.warn(f"{option} runs the decoder layers uncompiled; with torch.compile use checkpoint='full' alone")
+        self.warn(f"{option} runs the decoder layers uncompiled; with torch.compile use checkpoint='layer' alone")
         return self.run(base, function, *args, _seqtile_former=None, **kwargs)
 
     def layers(self) -> int:
@@ -294,7 +294,7 @@ class Checkpointing(Watched):
             )
         if self.host is not None and not self.host.ever_parked:
             return "offload parked nothing in the first training step: " + (
-                f"offload='memory:{self.host.budget}B' has no room for a layer's input"
+                f"offload='{self.host.budget}B' has no room for a layer's input"
                 if self.host.budget
                 else "the layers' checkpoints take no hidden states"
             )

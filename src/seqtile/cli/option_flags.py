@@ -23,6 +23,7 @@ def takes_options(
     show_default: bool = True,
     defaults: Mapping[str, str] | None = None,
     suffixes: Mapping[str, str] | None = None,
+    hidden: bool = False,
 ) -> Callable[[Command], Command]:
     """Give a command the flags of its options; its parameter ``options`` gets what was given, by name.
 
@@ -31,11 +32,12 @@ def takes_options(
         show_default: whether a flag that is not given has its default; else it is left out of ``options``.
         defaults: words that are the command's own defaults.
         suffixes: what the help of a flag says beside the option's.
+        hidden: whether ``--help`` leaves them out.
     """
 
     def decorate(function: Command) -> Command:
         flags = {
-            name: _parameter(name, show_default, (defaults or {}).get(name), (suffixes or {}).get(name, ""))
+            name: _parameter(name, show_default, (defaults or {}).get(name), (suffixes or {}).get(name, ""), hidden)
             for name, how in WRITTEN.items()
             if command in how.commands
         }
@@ -58,7 +60,7 @@ def takes_options(
     return decorate
 
 
-def _parameter(name: str, show_default: bool, default: Any, suffix: str) -> inspect.Parameter:
+def _parameter(name: str, show_default: bool, default: Any, suffix: str, hidden: bool) -> inspect.Parameter:
     how = WRITTEN[name]
     if default is None:
         default = to_flag(name, DEFAULTS[name])
@@ -70,7 +72,7 @@ def _parameter(name: str, show_default: bool, default: Any, suffix: str) -> insp
         default = f"{default:g}"
     elif how.flag is not None and not isinstance(default, how.flag):
         default = None  # a word, which a flag of another type stands for by being left out
-    option = typer.Option(default, help=f"{how.help}{suffix}.", metavar=how.metavar, min=how.least)
+    option = typer.Option(default, help=f"{how.help}{suffix}.", metavar=how.metavar, min=how.least, hidden=hidden)
     return inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=option, annotation=flag_kind)
 
 

@@ -51,7 +51,9 @@ def command(
     image_tokens: int = typer.Option(None, help="Or: the tokens of each row that are pictures.", metavar="N"),
     options: Any = None,
     batch_size: int = typer.Option(1, help="Rows per rank and micro-batch.", metavar="N"),
-    grad_accumulation: int = typer.Option(None, help="Micro-batches per update: 1, or those of a group.", metavar="N"),
+    gradient_accumulation: int = typer.Option(
+        None, help="Micro-batches per update: 1, or those of a group.", metavar="N"
+    ),
     group_size: int = typer.Option(None, help="GRPO: completions of each prompt (8).", metavar="N"),
     reference: bool = typer.Option(False, "--reference", help="GRPO: with a frozen reference (beta above 0)."),
     generator: str = typer.Option(None, help="GRPO: server (elsewhere), model, colocate or sleep (vLLM)."),
@@ -104,12 +106,14 @@ def command(
         )
     if policy is not None:
         options = {**options, "loss": "tiled"}
-    if grad_accumulation is None:  # as many as make whole groups
-        grad_accumulation = 1 if policy is None else max(1, policy["group"] // gcd(policy["group"], batch_size * gpus))
+    if gradient_accumulation is None:  # as many as make whole groups
+        gradient_accumulation = (
+            1 if policy is None else max(1, policy["group"] // gcd(policy["group"], batch_size * gpus))
+        )
     tiling, (on_host, moved) = options_of(options), split_offload(offload)
     check_names(
         engine=engine, attention=attention, precision=precision, optimizer=optimizer, engine_offload=moved, gpus=gpus,
-        sp_size=sp_size, batch=batch_size, accumulation=grad_accumulation, nodes=nodes, scans=scans,
+        sp_size=sp_size, batch=batch_size, accumulation=gradient_accumulation, nodes=nodes, scans=scans,
         cp_size=cp_size, max_length=max_length,
     )  # fmt: skip
     target, of_the_host = find_device(device), host_bytes(host_memory)
@@ -134,7 +138,7 @@ def command(
             model=model, config=config, device=target, gpus=gpus, host_memory=of_the_host, engine=engine,
             sp_size=sp_size, cp_size=cp_size, lora=adapters, qlora=qlora, optimizer=optimizer, precision=precision,
             engine_offload=moved, attention=attention, options=replace(tiling, offload=on_host), batch=batch_size,
-            accumulation=grad_accumulation, nodes=nodes, liger=liger, scans=scans,
+            accumulation=gradient_accumulation, nodes=nodes, liger=liger, scans=scans,
             node_link=None if node_link is None else node_link * 1e9 / 8,
             device_link=None if device_link is None else device_link * 1e9 / 8,
             grpo=None if policy is None else Grpo(**policy),

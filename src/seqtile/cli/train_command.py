@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import typer
@@ -13,87 +14,93 @@ import typer
 from seqtile._errors import UserError
 from seqtile._log import log_to_stderr
 from seqtile.cli.option_flags import takes_options
+from seqtile.options import from_flag
 
 WORKER = "seqtile.cli.worker"
 """The module that each process of an engine runs."""
 
 
-@takes_options("train", show_default=False)
+def _help_all(context: typer.Context, wanted: bool) -> None:
+    if wanted:
+        for parameter in context.command.params:
+            parameter.hidden = False  # type: ignore[attr-defined]
+        typer.echo(context.get_help())
+        raise typer.Exit
+
+
+def rare(default: Any, *names: str, **how: Any) -> Any:
+    """A flag that ``--help-all`` alone shows."""
+    return typer.Option(default, *names, hidden=True, **how)
+
+
+@takes_options("train", show_default=False, hidden=True, defaults={"loss": "tiled", "checkpoint": "layer"})
 def command(
-    model: str = typer.Option(None, help="Model directory or Hub id. Without model and dataset: the embedded demo."),
-    dataset: str = typer.Option(None, help="JSONL, CSV, Parquet or text file, a directory of them, or a Hub id."),
-    eval_dataset: str = typer.Option(None, help="The same, to evaluate on; the best checkpoint is kept."),
-    eval_steps: int = typer.Option(None, help="Steps between evaluations (default 500).", metavar="N"),
-    skip_bad_rows: bool = typer.Option(
-        None, "--skip-bad-rows", help="Leave out rows that nothing can be trained on, and count them."
-    ),
-    streaming: bool = typer.Option(None, "--streaming", help="Read and check the rows while training; needs --steps."),
+    model: str = typer.Option(None, help="Model directory or Hub id (default the demo).", metavar="PATH"),
+    dataset: str = typer.Option(None, help="JSONL, CSV, Parquet, text, a directory or Hub id.", metavar="PATH"),
     max_length: int = typer.Option(None, help="Tokens per row (default 8192).", metavar="TOKENS"),
-    output: str = typer.Option(None, help="Directory of the result (default runs/NAME).", metavar="DIR"),
-    lora: str = typer.Option(None, help="Train adapters: a rank, or r=16,alpha=32,dropout=0.05.", metavar="R"),
-    options: Any = None,
+    lora: str = typer.Option(None, help="Adapters: a rank, or r=16,alpha=32,dropout=0.05.", metavar="R"),
+    qlora: bool = typer.Option(None, "--qlora", help="Adapters on 4-bit weights (rank 16)."),
+    offload: str = typer.Option(None, help="To the host: true, 64GB, optimizer, weights.", metavar="WHAT,.."),
     engine: str = typer.Option(None, help="single (default), ddp, fsdp2, zero2 or zero3.", metavar="NAME"),
-    nproc: int = typer.Option(
-        None, help="Processes of the engine, on all nodes (default one per accelerator).", metavar="N"
-    ),
-    sp_size: int = typer.Option(None, help="Processes that share one sequence (zero3).", metavar="N"),
-    cp_size: int = typer.Option(None, help="The same by ring attention (fsdp2).", metavar="N"),
-    nodes: int = typer.Option(
+    nproc: int = typer.Option(None, help="Processes on all nodes (one per accelerator).", metavar="N"),
+    learning_rate: float = typer.Option(None, help="Peak rate (default 2e-5, adapters 2e-4).", metavar="RATE"),
+    output: str = typer.Option(None, help="Directory of the result (default runs/NAME).", metavar="DIR"),
+    recipe: str = typer.Option(None, help="YAML file with any setting; flags win.", metavar="FILE"),
+    resume: bool = typer.Option(False, "--resume", help="Continue the run in --output."),
+    dry: bool = typer.Option(False, "--dry-run", help="Show settings, a row and the plan; stop."),
+    help_all: bool = typer.Option(False, "--help-all", help="Every flag.", is_eager=True, callback=_help_all),
+    options: Any = None,
+    attention: str = rare(None, help="flash, flash3, sdpa, eager or a kernel of the Hub.", metavar="NAME"),
+    optimizer: str = rare(None, help="As for seqtile plan (default adamw), or the trainer's name.", metavar="NAME"),
+    sp_size: int = rare(None, help="Processes that share one sequence (zero3).", metavar="N"),
+    cp_size: int = rare(None, help="The same by ring attention (fsdp2).", metavar="N"),
+    nodes: int = rare(
         None,
         min=1,
         help="Number of nodes (detected under Slurm and torchrun). Run the same command on each.",
         metavar="N",
     ),
-    node_rank: int = typer.Option(None, min=0, help="Which of them this is, from 0.", metavar="R"),
-    rendezvous: str = typer.Option(None, help="Where they meet: node 0 and a free port.", metavar="HOST:PORT"),
-    wait_nodes: float = typer.Option(
-        None, min=1, help="Seconds to wait for the others (default 600).", metavar="SECONDS"
-    ),
-    fit: bool = typer.Option(
+    node_rank: int = rare(None, min=0, help="Which of them this is, from 0.", metavar="R"),
+    rendezvous: str = rare(None, help="Where they meet: node 0 and a free port.", metavar="HOST:PORT"),
+    wait_nodes: float = rare(None, min=1, help="Seconds to wait for the others (default 600).", metavar="SECONDS"),
+    fit: bool = rare(
         None, "--fit/--no-fit", help="Choose what the length needs on these devices (default: on accelerators)."
     ),
-    fit_memory: str = typer.Option(None, help="The same for devices of this size.", metavar="SIZE"),
-    on_oom: str = typer.Option(
-        None, help="Out of memory: stop (default) or retry, with smaller tiles.", metavar="WHAT"
+    fit_memory: str = rare(None, help="The same for devices of this size.", metavar="SIZE"),
+    on_oom: str = rare(None, help="Out of memory: stop (default) or retry, with smaller tiles.", metavar="WHAT"),
+    eval_dataset: str = rare(None, help="Rows to evaluate on; the best checkpoint is kept.", metavar="PATH"),
+    eval_steps: int = rare(None, help="Steps between evaluations (default 500).", metavar="N"),
+    skip_bad_rows: bool = rare(
+        None, "--skip-bad-rows", help="Leave out rows that nothing can be trained on, and count them."
     ),
-    batch_size: int = typer.Option(None, help="Rows per process and micro-batch (default 1).", metavar="N"),
-    packing: str = typer.Option(None, help="Join rows: true (bfd), bfd_split, wrapped or false.", metavar="HOW"),
-    epochs: float = typer.Option(None, help="Passes over the data (default 1).", metavar="N"),
-    steps: int = typer.Option(None, help="Optimiser steps (default one pass over the data).", metavar="N"),
-    grad_accumulation: int = typer.Option(None, help="Micro-batches per update (default 1).", metavar="N"),
-    learning_rate: float = typer.Option(
-        None, help="Peak learning rate (default 2e-5, with --lora 2e-4).", metavar="RATE"
+    streaming: bool = rare(None, "--streaming", help="Read and check the rows while training; needs --steps."),
+    batch_size: int = rare(None, help="Rows per process and micro-batch (default 1).", metavar="N"),
+    packing: str = rare(None, help="Join rows: true (bfd), bfd_split, wrapped or false.", metavar="HOW"),
+    steps: int = rare(None, help="Optimiser steps (default one pass over the data).", metavar="N"),
+    epochs: float = rare(None, help="Passes over the data (default 1).", metavar="N"),
+    gradient_accumulation: int = rare(None, help="Micro-batches per update (default 1).", metavar="N"),
+    warmup_steps: float = rare(None, help="Steps of warm-up; below 1 a part of all.", metavar="N"),
+    lr_scheduler_type: str = rare(None, help="linear (default), cosine, constant, ...", metavar="NAME"),
+    save_steps: int = rare(None, help="Steps between checkpoints (default 500).", metavar="N"),
+    report_to: str = rare(None, help="Trackers: wandb, tensorboard, mlflow, ...", metavar="NAME,.."),
+    seed: int = rare(None, help="Seed of weights, data order and dropout (default 0).", metavar="N"),
+    trust_remote_code: bool = rare(None, "--trust-remote-code", help="Run the code that comes with the model."),
+    resume_from: str = rare(
+        None, "--from-checkpoint", help="With --resume: this one (checkpoint-N), marked whole or not.", metavar="NAME"
     ),
-    warmup_steps: float = typer.Option(None, help="Steps of warm-up; below 1 a part of all.", metavar="N"),
-    lr_scheduler_type: str = typer.Option(None, help="linear (default), cosine, constant, ...", metavar="NAME"),
-    save_steps: int = typer.Option(None, help="Steps between checkpoints (default 500).", metavar="N"),
-    report_to: str = typer.Option(None, help="Trackers: wandb, tensorboard, mlflow, ...", metavar="NAME,.."),
-    seed: int = typer.Option(None, help="Seed of weights, data order and dropout (default 0).", metavar="N"),
-    recipe: str = typer.Option(None, help="YAML file with these and all other settings; flags win.", metavar="FILE"),
-    trust_remote_code: bool = typer.Option(None, "--trust-remote-code", help="Run the code that comes with the model."),
-    resume: bool = typer.Option(False, "--resume", help="Continue the run in --output."),
-    resume_from: str = typer.Option(
-        None,
-        "--from-checkpoint",
-        help="With --resume: this one (checkpoint-N), marked whole or not.",
-        metavar="NAME",
-    ),  # fmt: skip
-    trust_checkpoint: bool = typer.Option(
+    trust_checkpoint: bool = rare(
         False, "--trust-checkpoint", help="With --resume: load its pickles whatever they would run."
     ),
-    overwrite: bool = typer.Option(False, "--overwrite", help="Replace an earlier run."),
-    dry: bool = typer.Option(
-        False, "--dry-run", help="Show the settings, the first row with what counts in the loss, and the plan; stop."
-    ),
-    compare: bool = typer.Option(None, "--compare/--no-compare", help="End with tiled against untiled on one batch."),
-    tiled_mlp: str = typer.Option(None, help="Tile at all (default true), as axolotl spells it.", metavar="BOOL"),
-    use_tiled_mlp: str = typer.Option(None, help="The same, as ms-swift spells it.", metavar="BOOL"),
-    tiled_mlp_num_shards: str = typer.Option(None, help="The same as --tile shards:N.", metavar="N"),
-    tiled_mlp_use_original_mlp: str = typer.Option(
+    overwrite: bool = rare(False, "--overwrite", help="Replace an earlier run."),
+    compare: bool = rare(None, "--compare/--no-compare", help="End with tiled against untiled on one batch."),
+    tiled_mlp: str = rare(None, help="Tile at all (default true), as axolotl spells it.", metavar="BOOL"),
+    use_tiled_mlp: str = rare(None, help="The same, as ms-swift spells it.", metavar="BOOL"),
+    tiled_mlp_num_shards: str = rare(None, help="The same as --tile shards:N.", metavar="N"),
+    tiled_mlp_use_original_mlp: str = rare(
         None, help="Changes nothing: tiles run the model's own MLP.", metavar="BOOL"
     ),
 ) -> None:
-    """Train a causal language model on long sequences. Every position-wise block runs in tiles."""
+    """Train a causal language model on long sequences, in tiles."""
     from seqtile.cli import show
     from seqtile.train import recipe as recipes
     from seqtile.train.check_early import check_early
@@ -128,7 +135,11 @@ def command(
         "max_length": max_length,
         "output": output,
         "lora": None if lora is None else recipes.parse_lora(lora),
-        **options,
+        "qlora": qlora,
+        "attention": attention,
+        "optimizer": optimizer,
+        **({} if offload is None else offload_keys(offload)),
+        **recipe_options(options),
         "engine": engine,
         "nproc": nproc,
         "sp_size": sp_size,
@@ -139,14 +150,14 @@ def command(
         "packing": {"true": True, "false": False}.get(packing.lower(), packing) if packing else None,
         "epochs": epochs,
         "steps": steps,
-        "gradient_accumulation": grad_accumulation,
+        "gradient_accumulation": gradient_accumulation,
         "learning_rate": learning_rate,
         "save_steps": save_steps,
         "trainer": {name: value for name, value in trainer_flags.items() if value is not None} or None,
         "seed": seed,
         "compare": compare,
         "trust_remote_code": trust_remote_code,
-        "tiled_mlp": tiled_mlp,
+        **({} if tiled_mlp is None else {"tiled_mlp": tiled_mlp}),
         "use_tiled_mlp": use_tiled_mlp,
         "tiled_mlp_num_shards": tiled_mlp_num_shards,
         "tiled_mlp_use_original_mlp": tiled_mlp_use_original_mlp,
@@ -202,6 +213,38 @@ def command(
             if not launched:
                 raise
             # A launcher takes any other code for a crash: it shows a traceback, and ends the ranks that still write.
+
+
+def offload_keys(text: str) -> dict[str, Any]:
+    """The recipe's keys for ``--offload``: ``true`` or ``checkpoints``, a size that bounds them, the engine's parts."""
+    from seqtile.planner.names import split_offload
+    from seqtile.tiling import parse_bytes
+
+    on_host, names = split_offload(text)
+    sizes = [name for name in names if parse_bytes(name)]
+    engine_offload = [name for name in names if name not in sizes]
+    if text.strip().lower() == "false":
+        return {"offload": False}
+    if len(sizes) > 1 or (sizes and on_host) or not {*engine_offload} <= {"optimizer", "weights"}:
+        raise UserError(
+            f"got --offload {text!r}, expected true or a size such as 64GB for checkpoints, and optimizer or weights "
+            "for the engine, joined by commas"
+        )
+    keys: dict[str, Any] = {"offload": sizes[0] if sizes else True} if sizes or on_host else {}
+    return {**keys, **({"engine_offload": engine_offload} if engine_offload else {})}
+
+
+def recipe_options(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """The recipe's keys that the flags of options give; ``--tile none`` tiles nothing, as for ``seqtile plan``."""
+    keys = {name: from_flag(name, value) for name, value in flags.items()}
+    if keys.pop("loss", "tiled") is None:
+        raise UserError("--loss full is for a plan: the trainer's head runs in tiles in any case; drop it")
+    if "checkpoint" in keys:
+        keys["checkpoint"] = keys["checkpoint"] or "none"
+    if keys.get("tile") == "none":
+        del keys["tile"]
+        keys["tiled_mlp"] = False
+    return keys
 
 
 def run(recipe: Any, **how: Any) -> None:

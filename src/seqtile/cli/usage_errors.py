@@ -17,6 +17,35 @@ from seqtile._errors import UserError
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
 
+MEANT = {
+    "model": "model_name_or_path model_name model_id base_model pretrained_model",
+    "dataset": "data data_path data_file train_file train_data dataset_name dataset_path datasets",
+    "eval-dataset": "eval_data eval_file val_data validation_file test_file",
+    "max-length": "seq_len seq_length sequence_len sequence_length max_seq_length max_seq_len context_length "
+    "cutoff_len block_size model_max_length tokens",
+    "lora": "rank r lora_r lora_rank adapters peft use_lora use_peft",
+    "qlora": "load_in_4bit quantization bits 4bit nf4 bnb_4bit",
+    "offload": "cpu_offload activation_offloading host_offload offload_checkpoints",
+    "engine": "fsdp deepspeed zero strategy distributed",
+    "nproc": "gpus num_gpus n_gpus devices nproc_per_node num_processes world_size ranks",
+    "gpus": "nproc num_gpus n_gpus devices nproc_per_node num_processes world_size ranks",
+    "steps": "iters num_steps max_iters train_steps", "epochs": "num_epochs train_epochs",
+    "learning-rate": "lr peak_lr", "batch-size": "bs micro_batch_size batch train_batch_size",
+    "gradient-accumulation": "grad_accum grad_accumulation accumulate accumulation_steps gas",
+    "output": "out out_dir save_dir result", "recipe": "config yaml cfg", "resume": "continue restart resume_from",
+    "dry-run": "plan check preview", "overwrite": "force", "help-all": "all",
+    "attention": "attn flash_attn flash_attention attn_impl attention_implementation",
+    "optimizer": "opt", "checkpoint": "recompute checkpointing activation_checkpoint remat ac",
+    "tile": "tiles chunk chunks chunk_size tile_size num_tiles shards num_shards", "heads": "kv_heads head_groups",
+    "report-to": "wandb tracker logger", "sp-size": "ulysses sp sequence_parallel sequence_parallel_size",
+    "cp-size": "ring cp context_parallel context_parallel_size", "warmup-steps": "warmup warmup_ratio",
+    "lr-scheduler-type": "scheduler lr_scheduler schedule", "fit-memory": "memory device gpu_memory vram",
+    "device": "memory gpu accelerator vram gpu_memory", "host-memory": "ram cpu_memory host_ram",
+    "precision": "dtype bf16 mixed_precision fp16",
+}  # fmt: skip
+"""What other programs call our flags; a command that has none of a name is not asked for it."""
+
+
 class OneSentence(TyperGroup):
     """The root of the commands, which raises :class:`seqtile.UserError` where the parser would print its usage."""
 
@@ -90,9 +119,12 @@ def _unknown(flag: str, path: str, context: Any) -> str:
     flags = [] if context is None else [flag for parameter in context.command.params for flag in parameter.opts]
     if path == "seqtile train" and name in recipe_keys():
         return f"{lead}; it is a key of the recipe: write '{name}: VALUE' into a file, and give it with --recipe FILE"
+    meant = [f"--{ours}" for ours, names in MEANT.items() if name in names.split() and f"--{ours}" in flags]
+    if meant:
+        return f"{lead}; here it is called {' or '.join(meant)}"
     key = NAMED_TRAINER_KEYS.get(name, "").replace("_", "-")
     if path == "seqtile train" and key:
-        key = {"gradient-accumulation": "grad-accumulation"}.get(key, key).removeprefix("--")
+        key = key.removeprefix("--")
         return f"{lead}; here it is called --{key}" if f"--{key}" in flags else f"{lead}; it is the recipe's {key!r}"
     close = difflib.get_close_matches(flag, flags, n=2, cutoff=0.75)
     if close:

@@ -38,9 +38,7 @@ def command(
     tokens: int = typer.Option(2048, help="Tokens per row.", metavar="N"),
     batch_size: int = typer.Option(1, help="Rows.", metavar="N"),
     options: Any = None,
-    activation_checkpointing: bool = typer.Option(
-        True, "--activation-checkpointing/--no-activation-checkpointing", help="Recompute the layers in backward."
-    ),
+    checkpoint: str = typer.Option("layer", help="Activation checkpoints of both runs: layer or none."),
     seed: int = typer.Option(0, help="Seed of tokens, random weights and dropout.", metavar="N"),
     trust_remote_code: bool = typer.Option(False, "--trust-remote-code", help="Run code that comes with the model."),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object and nothing else."),
@@ -60,7 +58,7 @@ def command(
         "dtype": dtype,
         "max_length": tokens,
         "batch_size": batch_size,
-        "activation_checkpointing": activation_checkpointing,
+        "checkpoint": checkpoint,
         "seed": seed,
         "trust_remote_code": trust_remote_code,
         **options,

@@ -100,11 +100,11 @@ def apply(
         loss_tile: tokens per tile of the head, or a rule as for ``tile``.
         loss_impl: ``"torch"``, ``"liger"``, ``"cce"`` or ``"auto"``, as :func:`seqtile.linear_cross_entropy` takes it.
         checkpoint: ``"attention-saved"``: activation checkpoints keep the attention kernel's output and log-sum-exp
-            and compute only the rest again; ``"full"``: they keep the layer's input alone. Either switches activation
-            checkpointing on; None leaves it as it is, and with ``offload`` means ``"full"``. Whether the first fits is
-            for a plan to say (``seqtile plan``, ``seqtile train``); the report has its bytes per token and layer.
+            and compute only the rest again; ``"layer"``: they keep the layer's input alone. Either switches activation
+            checkpointing on; None, or ``"none"``, leaves it as it is, and with ``offload`` means ``"layer"``. Whether
+            the first fits is for :func:`seqtile.fit` and a plan to say; the report has its bytes per token and layer.
         offload: the layers' checkpointed inputs wait for the backward in host memory, with ``"attention-saved"``
-            attention's output too; ``"memory:64GiB"`` bounds what they may take there; the layers beyond it keep theirs
+            attention's output too; ``"64GB"`` bounds what they may take there; the layers beyond it keep theirs
             on the device.
         heads: key-value heads per pass: attention runs for that many, and the query heads that read them, at a time,
             forward and backward, with the norm and the projections before it in tiles of tokens. ``"auto"``: as few

@@ -27,6 +27,7 @@ from seqtile.integrations.axolotl_checks import (
     asks_for_seqtile,
     check_parallel_sizes,
     check_settings,
+    fit_question,
 )
 from seqtile.rules import adapters_need_reentrant
 
@@ -114,7 +115,10 @@ class SeqtilePlugin(BasePlugin):  # type: ignore[misc]
                 f"axolotl's own tiled MLP runs {tiled_class} already, and this plugin could not keep it off; take "
                 "tiled_mlp out of the configuration and give seqtile.tile"
             )
-        report = seqtile.apply(model, **kwargs)
+        if "max_length" in kwargs:
+            report = seqtile.fit(model, **fit_question(cfg), **kwargs)
+        else:
+            report = seqtile.apply(model, **kwargs)
         LOG.info("seqtile: %s", report)
         for left in report.left:
             LOG.info("seqtile left %s (%s) alone: %s", left.name, left.class_name, left.why)

@@ -5,8 +5,10 @@ Nothing here needs axolotl.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from pydantic import ConfigDict, ValidationError, create_model, model_validator
@@ -42,19 +44,20 @@ def loads_installed_plugins() -> bool:
 _SettingKeys = create_model(
     "SettingKeys",
     __config__=ConfigDict(extra="forbid", strict=True),
+    max_length=(int | None, None),
     **{name: (file_type(name, choices=False) | None, None) for name in DEFAULTS},  # type: ignore[call-overload]
 )
 
 
 class SeqtileSettings(_SettingKeys):  # type: ignore[valid-type,misc]
-    """The arguments of :func:`seqtile.apply`, with its defaults; an unknown key is an error."""
+    """The arguments of :func:`seqtile.apply`, and ``max_length`` of :func:`seqtile.fit`; an unknown key is an error."""
 
     @model_validator(mode="before")
     @classmethod
     def check_keys(cls, data: Any) -> Any:
         """Name the keys that there are."""
-        if isinstance(data, Mapping) and (sentence := unknown_keys(data)):
-            raise UserError(f"seqtile: {sentence}")
+        if isinstance(data, Mapping) and (sentence := unknown_keys(key for key in data if key != "max_length")):
+            raise UserError(f"seqtile: {sentence}, max_length")
         return data
 
 
@@ -79,13 +82,40 @@ def check_settings(cfg: Mapping[str, Any]) -> None:
         checkpointers.append(f"gradient_checkpointing: {cfg['gradient_checkpointing']}")
     if (cfg.get("fsdp_config") or {}).get("activation_checkpointing"):
         checkpointers.append("fsdp_config.activation_checkpointing")
+    arguments = apply_arguments(cfg)
+    if arguments.pop("max_length", None) is not None:
+        arguments = {"loss": "tiled", "checkpoint": "layer", **arguments}  # what it may choose
+        fit_question(cfg)
     check_combination(Combination(
-        TilingOptions(**apply_arguments(cfg)),
+        TilingOptions(**arguments),
         mlp_kernels=tuple(key for key in _MLP_KERNELS if cfg.get(key)),
         losses=tuple(key for key in _LOSSES if cfg.get(key)),
         checkpointers=tuple(checkpointers),
         product_savers=tuple(_product_savers(cfg)),
     ))  # fmt: skip
+
+
+def fit_question(cfg: Mapping[str, Any]) -> dict[str, Any]:
+    """What a plan is asked of axolotl's run, as arguments of :func:`seqtile.fit`.
+
+    Raises:
+        UserError: a run that no plan describes.
+    """
+    for key in ("rl", "context_parallel_size", "sequence_parallel_degree", "context_parallel"):
+        if (value := cfg.get(key)) not in (None, 1):
+            raise UserError(
+                f"seqtile.max_length plans a supervised step on whole rows, got {key}: {value}; give seqtile's "
+                "settings instead, such as loss: tiled"
+            )
+    engine = "fsdp2" if cfg.get("fsdp_config") or cfg.get("fsdp") else None
+    if deepspeed := cfg.get("deepspeed"):
+        values = deepspeed if isinstance(deepspeed, Mapping) else json.loads(Path(deepspeed).read_text("utf-8"))
+        stage = values.get("zero_optimization", {}).get("stage", 0)
+        engine = f"zero{stage}" if stage in (2, 3) else None
+    return {
+        "engine": engine, "optimizer": str(getattr(cfg.get("optimizer"), "value", cfg.get("optimizer")) or "adamw"),
+        "batch_size": cfg.get("micro_batch_size") or 1, "autocast": bool(cfg.get("bf16") or cfg.get("fp16")),
+    }  # fmt: skip
 
 
 def _product_savers(cfg: Mapping[str, Any]) -> Iterator[str]:
@@ -119,7 +149,7 @@ def check_parallel_sizes(cfg: Mapping[str, Any]) -> None:
 
 
 def apply_arguments(cfg: Mapping[str, Any]) -> dict[str, Any]:
-    """The keyword arguments of :func:`seqtile.apply` that a configuration asks for; empty: nothing to do.
+    """The arguments of :func:`seqtile.apply`, or with ``max_length`` :func:`seqtile.fit`'s; empty: nothing to do.
 
     Args:
         cfg: axolotl's configuration, or anything with its keys.

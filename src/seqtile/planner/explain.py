@@ -36,12 +36,6 @@ NOT_MODELLED = (
 )
 """What no plan knows."""
 
-FOUR_BIT = {
-    "load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True,
-    "bnb_4bit_compute_dtype": "bfloat16",
-}  # fmt: skip
-"""The 4-bit weights that are planned: doubly quantised NF4, multiplied in bf16 (QLoRA)."""
-
 
 def not_modelled(request: Request, estimate: Estimate) -> list[str]:
     """What this plan does not know, in sentences."""
@@ -137,7 +131,7 @@ def proposals(planner: Planner) -> list[Technique]:
         (TILED_LOSS, options.loss is None and not request.masked),
         (sleeping(request.grpo), request.grpo is not None and request.grpo.generator == "colocate"),
         (FLASH_ATTENTION, request.attention in ("sdpa", "eager")),
-        (LAYER_CHECKPOINTS, options.checkpoint != "full"),
+        (LAYER_CHECKPOINTS, options.checkpoint != "layer"),
         (NOTHING_KEPT, bool(options.keep)),
         (TILED_MLP, not options.tiled),
         (STATE_TILES, options.state is None and can_carry(planner.built.model)),
@@ -173,7 +167,7 @@ def explain(planner: Planner, estimate: Estimate) -> list[str]:
     kept = terms.get(CHECKPOINTS, 0.0) / 2**30
     if options.checkpoint is not None:
         location = "in flight, the rest on the host" if options.offload else "on the device"
-        only = " only" if options.checkpoint == "full" else ""
+        only = " only" if options.checkpoint == "layer" else ""
         lines.append(f"activation checkpointing: each layer keeps its input{only}, {kept:,.1f} GiB {location}.")
         if options.checkpoint == "attention-saved":
             outputs = terms.get(KEPT, 0.0) / 2**30
@@ -207,11 +201,7 @@ def offload_of(planner: Planner, estimate: Estimate) -> bool | str:
     room = planner.host_room()
     if room is None or estimate.moved == 1.0:
         return True
-    return f"memory:{max(1, int(room // 2**20))}MiB" if estimate.moved else False
-
-
-SAID_BY_SWITCHES = (("blocks", "none"), ("checkpoint", "full"))
-"""What a recipe says by ``tiled_mlp: false`` and ``activation_checkpointing: true``."""
+    return f"{max(1, int(room // 2**20))}MiB" if estimate.moved else False
 
 
 def recipe(planner: Planner, tokens: int) -> dict[str, Any]:
@@ -227,11 +217,11 @@ def recipe(planner: Planner, tokens: int) -> dict[str, Any]:
         keys["tile"] = options.tile
     for name, how in WRITTEN.items():
         value = getattr(options, name)
-        if how.recipe and value != DEFAULTS[name] and (name, value) not in SAID_BY_SWITCHES:
+        if how.recipe and value != DEFAULTS[name] and (name, value) != ("blocks", "none"):  # tiled_mlp says it
             keys[name] = value
     if options.loss:
         keys["loss_tile"] = setup.loss_tile
-    keys["activation_checkpointing"] = options.checkpoint is not None
+    keys["checkpoint"] = options.checkpoint or "none"
     if options.offload:
         keys["offload"] = offload_of(planner, planner.estimate(tokens))
     if request.lora is not None:
@@ -247,18 +237,14 @@ def recipe(planner: Planner, tokens: int) -> dict[str, Any]:
         keys["engine_offload"] = list(request.engine_offload)
     if request.precision != "mixed":
         keys["dtype"] = request.precision
-    names = {"flash": "flash_attention_2", "flash3": "flash_attention_3"} if request.cp_size == 1 else {"flash": "sdpa"}
-    keys["model_kwargs"] = {"attn_implementation": names.get(request.attention, request.attention)}
+    keys["attention"] = request.attention
     if request.qlora:
-        keys["model_kwargs"]["quantization_config"] = dict(FOUR_BIT)
+        keys["qlora"] = True
+    if request.optimizer != "adamw":
+        keys["optimizer"] = request.optimizer
     trainer: dict[str, Any] = {"bf16": False} if request.precision == "float32" else {}
     if request.liger:
         trainer["use_liger_kernel"] = True
-    if request.optimizer != "adamw":
-        optimizers = {"adamw-8bit": "adamw_bnb_8bit", "lion": "lion_32bit", "sgd-momentum": "sgd"}
-        trainer["optim"] = optimizers.get(request.optimizer, request.optimizer)
-    if request.optimizer == "sgd-momentum":
-        trainer["optim_args"] = "momentum=0.9"
     if trainer:
         keys["trainer"] = trainer
     return keys

@@ -74,7 +74,7 @@ def build(config: Any, setup: Setup, device: str, sample: LayerSample | None = N
     # Proven in the mode of the step, with the functions that it calls; what was tiled is the plan's to say.
     functions = nullcontext() if setup.device_type == "cpu" else accelerator_functions()
     with log_level("seqtile", logging.ERROR), in_precision(setup, "cpu"), functions:
-        if options.checkpoint == "full":
+        if options.checkpoint == "layer":
             options = replace(options, checkpoint=None)  # what the model has now
         if options.loss is None:
             options = replace(options, loss_tile="auto")

@@ -55,4 +55,4 @@ def count_work(request: Request, counts: Counts, tokens: int) -> Work:
     products += scored * rows * 2 * counts.active
     of_a_head = (2.0 if counts.causal else 4.0) * tokens**2 * counts.head_width
     attention = request.batch * of_a_head * counts.heads * counts.attentions
-    return Work(products, attention * (1 + 2.5 + scored + (1 if request.options.checkpoint == "full" else 0)))
+    return Work(products, attention * (1 + 2.5 + scored + (1 if request.options.checkpoint == "layer" else 0)))

@@ -125,10 +125,11 @@ class GrpoStep(StepKind):
             raise UserError(f"TRL's GRPO does not split sequences, got sp-size {request.sp_size}; use --sp-size 1")
         together, group = request.batch * request.accumulation * request.gpus, request.grpo.group
         if together % group:
+            needed = math.lcm(group, request.batch * request.gpus) // (request.batch * request.gpus)
             raise UserError(
                 f"an update has {together} completions (batch size {request.batch} x {request.accumulation} "
-                f"micro-batches x {request.gpus} GPUs), which are no whole groups of {group}; use --grad-accumulation "
-                f"{math.lcm(group, request.batch * request.gpus) // (request.batch * request.gpus)}"
+                f"micro-batches x {request.gpus} GPUs), which are no whole groups of {group}; use "
+                f"--gradient-accumulation {needed}"
             )
 
     def most_tokens(self, request: Request, counts: Counts) -> int | None:

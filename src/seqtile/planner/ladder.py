@@ -142,7 +142,7 @@ def choose_rung(request: Request, tokens: int, fixed: Mapping[str, Any], *, can_
         DoesNotFit: names the longest sequence that fits.
     """
     tiles = {name: fixed.get(name, "auto") for name in ("tile", "loss_tile")}
-    first = Planner(changed(request, checkpoint="full", keep=0.0, **tiles), tokens)
+    first = Planner(changed(request, checkpoint="layer", keep=0.0, **tiles), tokens)
     resolved = first.resolved(tokens).options
     tiles = {"tile": resolved.tile, "loss_tile": resolved.loss_tile}
     if can_carry(first.built.model):
@@ -151,9 +151,9 @@ def choose_rung(request: Request, tokens: int, fixed: Mapping[str, Any], *, can_
     tried: list[_Tried] = []
     possible: Chosen | None = None
     for rung, settings in _rungs(request, first, top, tokens, fixed, can_offload):
-        if settings.checkpoint != "full" and "checkpoint" not in fixed:
+        if settings.checkpoint != "layer" and "checkpoint" not in fixed:
             # It holds at least what checkpoints of inputs alone do, which a later rung needs to know anyway.
-            least = replace(settings, checkpoint="full")
+            least = replace(settings, checkpoint="layer")
             planner, estimate = _plan(least, request, tokens, first)
             if not planner.fits(estimate):
                 tried.append(_Tried(rung, least, planner, estimate))
@@ -183,8 +183,8 @@ def tighter(settings: TilingOptions, *, can_offload: bool) -> TilingOptions | No
     smaller = replace(settings, **_smaller(settings, TILE_STEP), keep=0.0)
     if smaller != settings:
         return smaller
-    if settings.checkpoint != "full":
-        return replace(settings, checkpoint="full")
+    if settings.checkpoint != "layer":
+        return replace(settings, checkpoint="layer")
     return replace(settings, offload=True) if can_offload and not settings.offload else None
 
 

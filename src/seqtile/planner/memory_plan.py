@@ -505,7 +505,7 @@ def plan(request: Request, max_length: int | None = None) -> tuple[Planner, Esti
         UserError: a setting that cannot run.
     """
     auto = request.options.checkpoint == "auto"
-    planner = Planner(changed(request, checkpoint="full") if auto else request, max_length)
+    planner = Planner(changed(request, checkpoint="layer") if auto else request, max_length)
     saving = None
     if auto and max_length is not None:
         # A layer has some sixteen [tokens, hidden] live at once. Where those may not fit, the plain step is run first.
@@ -547,7 +547,7 @@ def longest_by_split(planner: Planner) -> dict[int, int]:
     if setting is None or request.grpo is not None:
         return {}
     if setting == "cp_size" and request.options.checkpoint == "attention-saved":
-        request = changed(request, checkpoint="full")  # a ring keeps no attention output
+        request = changed(request, checkpoint="layer")  # a ring keeps no attention output
     powers = {2**power for power in range(request.gpus.bit_length()) if request.gpus % 2**power == 0}
     lengths = {}
     for size in sorted({*powers, request.gpus, request.split}):

@@ -26,7 +26,8 @@ STATE_BYTES = {"adamw": 8.0, "adamw-8bit": 2 + 8 / 256, "lion": 4.0, "adafactor"
 def split_offload(words: str) -> tuple[bool, tuple[str, ...]]:
     """``--offload``: whether checkpoints wait on the host, and what the engine keeps there."""
     names = [word.strip() for word in words.split(",") if word.strip()]
-    return CHECKPOINT_OFFLOAD in names, tuple(name for name in names if name != CHECKPOINT_OFFLOAD)
+    on_host = [name for name in names if name in (CHECKPOINT_OFFLOAD, "true")]
+    return bool(on_host), tuple(name for name in names if name not in on_host)
 
 
 def check_names(
@@ -50,7 +51,7 @@ def check_names(
         if name not in ENGINE_OFFLOADS:
             names_known = (CHECKPOINT_OFFLOAD, *ENGINE_OFFLOADS)
             raise UserError(f"offload {name!r} is not known here; use some of {', '.join(names_known)}")
-    numbers = (("gpus", gpus), ("sp-size", sp_size), ("batch size", batch), ("grad-accumulation", accumulation),
+    numbers = (("gpus", gpus), ("sp-size", sp_size), ("batch size", batch), ("gradient-accumulation", accumulation),
                ("nodes", nodes), ("cp-size", cp_size))  # fmt: skip
     for name, number in numbers:
         if number < 1:

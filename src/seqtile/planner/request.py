@@ -42,7 +42,7 @@ class Request:
         scans: of layers with a state: in the fast ``"kernels"``, in transformers' ``"pytorch"`` paths, or in the
             kernels that are ``"installed"`` here.
         options: what :func:`seqtile.apply` is told. ``checkpoint`` None is no activation checkpoints; ``"auto"``
-            chooses between ``"full"`` and ``"attention-saved"`` at the planned length.
+            chooses between ``"layer"`` and ``"attention-saved"`` at the planned length.
         precision: ``"mixed"`` (fp32 weights, bf16 products; a frozen model in bf16), ``"bfloat16"`` or ``"float32"``.
         batch: rows per rank and micro-batch.
         accumulation: micro-batches whose gradients one update sums.

@@ -14,7 +14,7 @@ from seqtile.options import TilingOptions
 
 Optimizer = Any
 
-PLANNED = TilingOptions(loss="tiled", loss_tile=4096, checkpoint="full")
+PLANNED = TilingOptions(loss="tiled", loss_tile=4096, checkpoint="layer")
 """How a step runs if nothing else is said."""
 
 

@@ -50,7 +50,7 @@ class Technique:
 TILED_LOSS = Technique("tiled loss", {"loss": "tiled"}, "no [tokens, vocabulary] logits", "--loss tiled")
 TILED_MLP = Technique("tiled MLP", {"blocks": "auto"}, "no [tokens, intermediate] tensors", "--tile auto")
 LAYER_CHECKPOINTS = Technique(
-    "checkpoints of layer inputs", {"checkpoint": "full"}, "a layer keeps its input only", "--checkpoint layer"
+    "checkpoints of layer inputs", {"checkpoint": "layer"}, "a layer keeps its input only", "--checkpoint layer"
 )
 ATTENTION_SAVED = Technique(
     "attention saved", {"checkpoint": "attention-saved"}, "attention's kernel runs forward once, not twice"
@@ -70,7 +70,7 @@ MINIMAL_MEMORY = Technique(
 
 BASELINE = Technique(
     "baseline",
-    {"blocks": "none", "loss": None, "checkpoint": "full", "heads": None},
+    {"blocks": "none", "loss": None, "checkpoint": "layer", "heads": None},
     "activation checkpointing alone",
 )
 """Where the ablation starts."""

@@ -65,6 +65,7 @@ def trainer_arguments(recipe: Recipe, output: Path, *, documents: bool, rows: in
         "disable_tqdm": True,
         "use_cpu": on_cpu,
         "bf16": not on_cpu and is_torch_bf16_gpu_available(),
+        **recipe.optimizer_arguments,
         **_packing(recipe, documents),
         **_sequence_split(recipe),
     }
@@ -155,7 +156,9 @@ def _sequence_split(recipe: Recipe) -> dict[str, Any]:
             cp_handler=TorchContextParallelConfig(cp_comm_strategy="alltoall"),
         )  # fmt: skip
         return {"parallelism_config": ring, "pad_to_multiple_of": 2 * recipe.cp_size}
-    handler = DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=True, sp_attn_implementation=recipe.attention)
+    handler = DeepSpeedSequenceParallelConfig(
+        sp_seq_length_is_variable=True, sp_attn_implementation=recipe.attn_implementation
+    )
     split = ParallelismConfig(
         sp_backend="deepspeed",
         sp_size=recipe.sp_size,
@@ -186,16 +189,15 @@ def _checkpointing(recipe: Recipe, fields: Any) -> dict[str, Any]:
             pass  # refused as what it is
     if not isinstance(kwargs, dict):
         raise UserError(f"recipe key 'trainer.{keys[0]}': got {shown(kwargs)}, expected keys and values")
-    if keys and not recipe.activation_checkpointing:
+    if keys and not recipe.recomputes:
         raise UserError(
-            f"trainer.{keys[0]} says how layers are recomputed, but 'activation_checkpointing: false' is given; "
-            "drop one of the two"
+            f"trainer.{keys[0]} says how layers are recomputed, but 'checkpoint: none' is given; drop one of the two"
         )
     kwargs = {"use_reentrant": recipe.lora is not None and adapters_need_reentrant(recipe.engine), **kwargs}
     if recipe.lora is not None and recipe.engine == "zero3" and not kwargs["use_reentrant"]:
         del kwargs["use_reentrant"]
     return {
         **dict.fromkeys(keys),
-        name: recipe.activation_checkpointing,
-        f"{name}_kwargs": kwargs if recipe.activation_checkpointing else None,
+        name: recipe.recomputes,
+        f"{name}_kwargs": kwargs if recipe.recomputes else None,
     }

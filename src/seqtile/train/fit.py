@@ -46,7 +46,9 @@ def fit_recipe(recipe: Recipe, nodes: int = 1) -> Fitted:
     memory = parse_bytes(recipe.fit[len("memory:") :]) if isinstance(recipe.fit, str) else None
     settings = settings_of(recipe)
     fixed = {name: getattr(settings, name) for name in CHOSEN if getattr(recipe.options, name) != DEFAULTS[name]}
-    if not recipe.activation_checkpointing:
+    if recipe.options.checkpoint == "layer":  # the recipe's default
+        fixed.pop("checkpoint", None)
+    elif not recipe.recomputes:
         fixed["checkpoint"] = None
     if not recipe.tiled_mlp:
         fixed |= {name: getattr(settings, name) for name in ("tile", "keep", "blocks")}
@@ -81,9 +83,8 @@ def request_of(recipe: Recipe, memory: int | None = None, nodes: int = 1) -> Req
     from seqtile.planner.step_config import Lora
     from seqtile.train.load import load_config
 
-    optim = str(recipe.trainer.get("optim", "adamw_torch_fused"))
     quantised = recipe.model_kwargs.get("quantization_config") or {}
-    four_bit = isinstance(quantised, dict) and bool(quantised.get("load_in_4bit"))
+    four_bit = recipe.qlora or (isinstance(quantised, dict) and bool(quantised.get("load_in_4bit")))
     if quantised and not (four_bit and recipe.lora):
         raise UserError("no plan knows this quantization_config, only 4-bit weights under lora; leave --fit out")
     config = load_config(recipe)
@@ -95,11 +96,11 @@ def request_of(recipe: Recipe, memory: int | None = None, nodes: int = 1) -> Req
         model=recipe.model, config=config, device=find_memory(recipe, memory, nodes), gpus=recipe.nproc or 1,
         nodes=nodes, engine=recipe.engine, sp_size=recipe.sp_size, cp_size=recipe.cp_size,
         engine_offload=recipe.engine_offload, qlora=four_bit,
-        optimizer=planned_optimizer(optim, recipe.trainer.get("optim_args")),
+        optimizer=planned_optimizer(recipe.optimizer, recipe.trainer.get("optim_args")),
         lora=lora, options=settings_of(recipe),
         precision=_precision(recipe, config), batch=recipe.batch_size, accumulation=recipe.gradient_accumulation,
         liger=bool(recipe.trainer.get("use_liger_kernel")), scans="installed",
-        attention=planned_attention(recipe.attention), device_type=device_type(),
+        attention=planned_attention(recipe.attn_implementation), device_type=device_type(),
         host_memory=(available_host_bytes() or None) if can_offload() else None,
     )  # fmt: skip
 
@@ -139,7 +140,7 @@ def settings_of(recipe: Recipe, tile: int | None = None) -> TilingOptions:
         options = replace(options, tile=tile)
     elif str(options.tile).isdigit():
         options = replace(options, tile=int(options.tile))
-    trained = "full" if recipe.activation_checkpointing else None
+    trained = "layer" if recipe.recomputes else None
     return replace(
         options, loss="tiled", loss_tile=recipe.loss_tile or TRL_LOSS_TILE, checkpoint=options.checkpoint or trained,
         offload=bool(options.offload), keep=0.0 if options.keep == "auto" else options.keep,
@@ -148,10 +149,8 @@ def settings_of(recipe: Recipe, tile: int | None = None) -> TilingOptions:
 
 def updates_of(settings: TilingOptions, recipe: Recipe) -> dict[str, Any]:
     """The keys of ``recipe`` that ``settings`` change."""
-    updates: dict[str, Any] = {"activation_checkpointing": settings.checkpoint is not None}
-    updates |= {"heads": settings.heads, "state": settings.state}
-    updates["checkpoint"] = "attention-saved" if settings.checkpoint == "attention-saved" else None
-    updates["loss_tile"] = settings.loss_tile
+    updates: dict[str, Any] = {name: getattr(settings, name) for name in ("heads", "state", "loss_tile")}
+    updates["checkpoint"] = settings.checkpoint or "none"
     if recipe.tiled_mlp:
         updates["tile"] = settings.tile if settings.tile != "auto" else recipe.options.tile
         updates |= {"keep": settings.keep, "blocks": settings.blocks}

@@ -48,8 +48,10 @@ def load_model(recipe: Recipe) -> tuple[PreTrainedModel, PreTrainedTokenizerBase
         UserError: not there, unreachable, needs code of its own, or too few positions for ``max_length``.
     """
     if recipe.model == DEMO:
-        if recipe.model_kwargs or recipe.rope_scaling or recipe.dtype not in (None, "float32"):
-            raise UserError("model_kwargs, rope_scaling and dtype do not change the demo's model; name a model")
+        if recipe.weights_kwargs or recipe.rope_scaling or recipe.dtype not in (None, "float32"):
+            raise UserError(
+                "model_kwargs, attention, qlora, rope_scaling and dtype do not change the demo's model; name a model"
+            )
         tokenizer = tokenizer_of(recipe)
         model = demo.build_demo_model(recipe.seed, tokenizer)
         check_positions(model.config, recipe)
@@ -59,7 +61,7 @@ def load_model(recipe: Recipe) -> tuple[PreTrainedModel, PreTrainedTokenizerBase
     config, kwargs = _configured(path, recipe)
     tokenizer = tokenizer_of(recipe)
     if recipe.sp_size > 1:  # Ulysses replaces one attention by name: the model must have been loaded with that one
-        kwargs = {"attn_implementation": recipe.attention, **kwargs}
+        kwargs = {"attn_implementation": recipe.attn_implementation, **kwargs}
     kwargs = {"config": config, "dtype": weights_dtype(recipe), **kwargs}
     return _load_weights(path, recipe, **kwargs), tokenizer
 
@@ -233,7 +235,7 @@ def _configured(path: str, recipe: Recipe) -> tuple[Any, dict[str, Any]]:
     """
     import transformers
 
-    fields = {key: value for key, value in recipe.model_kwargs.items() if key not in (*HUB_KWARGS, *OF_WEIGHTS)}
+    fields = {key: value for key, value in recipe.weights_kwargs.items() if key not in (*HUB_KWARGS, *OF_WEIGHTS)}
     config, unused = _load(
         "configuration",
         transformers.AutoConfig,
@@ -252,7 +254,7 @@ def _configured(path: str, recipe: Recipe) -> tuple[Any, dict[str, Any]]:
     if recipe.rope_scaling is not None:
         scale_positions(config, recipe.rope_scaling, recipe.model)
     check_positions(config, recipe)
-    return config, {key: value for key, value in recipe.model_kwargs.items() if key not in fields or key in unused}
+    return config, {key: value for key, value in recipe.weights_kwargs.items() if key not in fields or key in unused}
 
 
 def auto_class(config: Any, recipe: Recipe) -> Any:

@@ -68,7 +68,7 @@ def check_packing(model: Any, arguments: Any) -> None:
     raise UserError(
         f"packing with {type(model).__name__} and {attention} attention: packed documents would attend to each "
         "other (Transformers makes this model's mask without position_ids); turn packing off, give packing "
-        "'wrapped' to join documents on purpose, or try another attn_implementation in model_kwargs"
+        "'wrapped' to join documents on purpose, or try another attention"
     )
 
 

@@ -54,8 +54,8 @@ NAMED_TRAINER_KEYS = {
     "max_length": "max_length",
     "packing": "packing",
     "packing_strategy": "packing",
-    "gradient_checkpointing": "activation_checkpointing",
-    "activation_checkpointing": "activation_checkpointing",
+    "gradient_checkpointing": "checkpoint",
+    "activation_checkpointing": "checkpoint",
     "per_device_train_batch_size": "batch_size",
     "gradient_accumulation_steps": "gradient_accumulation",
     "trust_remote_code": "trust_remote_code",
@@ -66,6 +66,7 @@ NAMED_TRAINER_KEYS = {
     "resume_from_checkpoint": "--resume",
     "overwrite_output_dir": "--overwrite",
     "model_init_kwargs": "model_kwargs",
+    "optim": "optimizer",
     "deepspeed": "engine",
     "fsdp": "engine",
     "fsdp_config": "engine",
@@ -80,8 +81,24 @@ NAMED_MODEL_KEYS = {
     "torch_dtype": "dtype",
     "config": "model",
     "rope_scaling": "rope_scaling",
+    "attn_implementation": "attention",
 }
 """Arguments of ``from_pretrained`` that have a name of their own in the recipe."""
+
+IMPLEMENTATIONS = {"flash": "flash_attention_2", "flash3": "flash_attention_3"}
+"""Transformers' names of what a plan calls otherwise."""
+
+OPTIMIZER_ARGUMENTS: dict[str, dict[str, str]] = {
+    "adamw": {"optim": "adamw_torch_fused"}, "adamw-8bit": {"optim": "adamw_bnb_8bit"}, "lion": {"optim": "lion_32bit"},
+    "sgd-momentum": {"optim": "sgd", "optim_args": "momentum=0.9"},
+}  # fmt: skip
+"""The trainer's arguments for optimisers that a plan calls otherwise."""
+
+FOUR_BIT = {
+    "load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True,
+    "bnb_4bit_compute_dtype": "bfloat16",
+}  # fmt: skip
+"""The weights of ``qlora``, as planned: doubly quantised NF4, multiplied in bf16."""
 
 SECRETS = ("hub_token", "push_to_hub_token", "token", "use_auth_token")
 """Arguments of the trainer and of ``from_pretrained`` that would be saved with the run, for everybody to read."""
@@ -122,6 +139,8 @@ class LoraRecipe(CheckedModel):
 
 def _key_of(name: str) -> tuple[Any, Any]:
     """Type and default of an option's key."""
+    if name == "checkpoint":
+        return Literal["layer", "attention-saved", "none"], "layer"
     if name == "loss_tile":  # TRL's head takes a number of tokens, and has one of its own
         return int | None, Field(None, ge=WRITTEN[name].least)
     return file_type(name, choices=True), DEFAULTS[name]
@@ -146,8 +165,6 @@ def options_of_keys(keys: Any) -> TilingOptions:
         UserError: a value is none of its option's.
     """
     values = {name: getattr(keys, name) for name in type(keys).model_fields}
-    if isinstance(values["offload"], str):
-        check_size("offload", values["offload"], "true, false or a bound such as 'memory:64GiB'")
     if not values.pop("tiled_mlp"):
         values["blocks"] = "none"
     size = values.pop("loss_tile")
@@ -165,6 +182,7 @@ def keys_of(options: TilingOptions) -> dict[str, Any]:
         values["blocks"] = DEFAULTS["blocks"]
     if options.loss is None:
         values["loss_tile"] = None
+    values["checkpoint"] = options.checkpoint or "none"
     return values
 
 
@@ -204,8 +222,9 @@ class Recipe(CheckedModel):
     max_length: int = Field(8192, ge=2)
     packing: bool | Literal["bfd", "bfd_split", "wrapped"] | None = None
     options: InstanceOf[TilingOptions]
-    activation_checkpointing: bool = Field(True, description="recompute the layers in backward")
+    attention: str | None = Field(None, description="flash, flash3, sdpa, eager or a kernel of the Hub")
     lora: LoraRecipe | None = None
+    qlora: bool = Field(False, description="adapters on the model in 4 bits; of rank 16 without lora")
     engine: Literal["single", "ddp", "fsdp2", "zero2", "zero3"] = "single"
     nproc: int | None = Field(None, ge=1, description="processes, on all nodes; None is one per accelerator")
     sp_size: int = Field(1, ge=1, description="processes that share one sequence (Ulysses)")
@@ -218,6 +237,7 @@ class Recipe(CheckedModel):
     epochs: float | None = Field(None, gt=0)
     batch_size: int = Field(1, ge=1)
     gradient_accumulation: int = Field(1, ge=1, description="micro-batches of an optimiser step")
+    optimizer: str = Field("adamw", description="or adamw-8bit, lion, sgd, sgd-momentum, adafactor, the trainer's")
     learning_rate: float | None = Field(None, gt=0)
     seed: int = Field(0, ge=0, lt=2**32)
     save_steps: int | None = Field(None, ge=1)
@@ -319,9 +339,15 @@ class Recipe(CheckedModel):
 
     @property
     def tiling(self) -> TilingOptions:
-        """What :func:`seqtile.apply` is told: all but the head, which the trainer tiles."""
-        options = replace(self.options, loss=None, loss_tile="auto")
+        """What :func:`seqtile.apply` is told: all but the head and plain checkpoints, which are the trainer's."""
+        checkpoint = None if self.options.checkpoint == "layer" else self.options.checkpoint
+        options = replace(self.options, loss=None, loss_tile="auto", checkpoint=checkpoint)
         return options if options.tiled else options.without_blocks()
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether activation checkpointing is on."""
+        return self.options.checkpoint is not None
 
     @property
     def split(self) -> int:
@@ -334,9 +360,22 @@ class Recipe(CheckedModel):
         return (self.nproc or 1) // self.split * self.batch_size * self.gradient_accumulation
 
     @property
-    def attention(self) -> str:
-        """The attention that the recipe asks for; the model's own default is sdpa where it has it."""
-        return str(self.model_kwargs.get("attn_implementation", "sdpa"))
+    def attn_implementation(self) -> str:
+        """Transformers' name of the attention; the model's own default is sdpa where it has it."""
+        if self.attention == "flash" and self.cp_size > 1:
+            return "sdpa"  # a ring computes PyTorch's attention, which runs the flash kernel
+        return IMPLEMENTATIONS.get(self.attention or "sdpa", self.attention or "sdpa")
+
+    @property
+    def weights_kwargs(self) -> dict[str, Any]:
+        """Arguments of ``from_pretrained``: ``model_kwargs``, and what has a name of its own here."""
+        attention = {} if self.attention is None else {"attn_implementation": self.attn_implementation}
+        return {**self.model_kwargs, **attention, **({"quantization_config": dict(FOUR_BIT)} if self.qlora else {})}
+
+    @property
+    def optimizer_arguments(self) -> dict[str, str]:
+        """The trainer's arguments for the optimiser."""
+        return OPTIMIZER_ARGUMENTS.get(self.optimizer, {"optim": self.optimizer})
 
     @property
     def combination(self) -> Combination:
@@ -344,8 +383,9 @@ class Recipe(CheckedModel):
         offloads = bool(self.trainer.get("activation_offloading"))
         return Combination(
             options=self.options, engine=self.engine, processes=self.nproc, sp_size=self.sp_size, cp_size=self.cp_size,
-            engine_offload=self.engine_offload, adapters=self.lora is not None, attention=self.attention,
-            recomputes=self.activation_checkpointing, max_length=self.max_length, packing=self.packing,
+            engine_offload=self.engine_offload, adapters=self.lora is not None,
+            attention=self.attn_implementation,
+            recomputes=self.recomputes, max_length=self.max_length, packing=self.packing,
             trainer=self.trainer, offloaders=("trainer.activation_offloading",) if offloads else (),
         )  # fmt: skip
 
@@ -400,6 +440,8 @@ def build_recipe(file_values: Mapping[str, Any], flag_values: Mapping[str, Any])
         merged.update(folded)
     if trainer:
         merged["trainer"] = trainer
+    if merged.get("qlora") and merged.get("lora") is None:
+        merged["lora"] = {}
     _refuse_unknown(merged, recipe_keys(), "")
     if isinstance(merged.get("lora"), Mapping):
         _refuse_unknown(merged["lora"], list(LoraRecipe.model_fields), "lora.")
@@ -418,6 +460,8 @@ def build_recipe(file_values: Mapping[str, Any], flag_values: Mapping[str, Any])
 RECIPE_RULES: tuple[tuple[Callable[[Recipe], object], str], ...] = (
     (lambda r: r.steps is not None and r.epochs is not None,
      "got both steps {r.steps} and epochs {r.epochs:g}; keep one"),
+    (lambda r: r.qlora and "quantization_config" in r.model_kwargs,
+     "got both qlora and model_kwargs.quantization_config, which quantise the weights; keep one"),
     (lambda r: r.eval_steps is not None and r.eval_dataset is None,
      "got eval_steps {r.eval_steps} but nothing to evaluate on; give --eval-dataset too"),
     (lambda r: r.eval_steps and r.save_steps and r.eval_steps % r.save_steps,

@@ -125,7 +125,7 @@ def _on_other_processes(recipe: Recipe, saved: Recipe, changes: dict[str, Any]) 
         recipe = recipe.changed(gradient_accumulation=rows // at_once)
     if recipe.rows_of_a_step != rows:
         advice = (
-            f"give --grad-accumulation {rows // at_once}"
+            f"give --gradient-accumulation {rows // at_once}"
             if at_once and rows % at_once == 0
             else f"give processes (--nproc, --cp-size) that take at most {rows} at once, and a part of them"
         )

@@ -92,7 +92,7 @@ class StepWatch:
         # Compiled layers would be cut in two by a hook.
         compiled = bool(getattr(trainer.args, "torch_compile", False))
         self._whereabouts = None if compiled else Whereabouts(causal_model(trainer.model))
-        self._checkpoints = recipe.activation_checkpointing
+        self._checkpoints = recipe.recomputes
         self._calls: list[Any] = []
         self._before: dict[str, Any] = {}
 
@@ -175,8 +175,8 @@ class StepWatch:
         trainer.model.zero_grad(set_to_none=True)
         release()
         self.recipe = self.recipe.changed(**retry["recipe"])
-        switched_on = self.recipe.activation_checkpointing and not self._checkpoints
-        self.tiling = tile(causal_model(trainer.model), self.recipe, checkpoint="full" if switched_on else None)
+        switched_on = self.recipe.recomputes and not self._checkpoints
+        self.tiling = tile(causal_model(trainer.model), self.recipe, checkpoint="layer" if switched_on else None)
         if self.recipe.loss_tile:
             tile_head(causal_model(trainer.model), self.recipe.loss_tile)
         trainer.run["retries"] = [*self.retries, retry]

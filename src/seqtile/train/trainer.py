@@ -224,7 +224,7 @@ class Trainer(SFTTrainer, _SplitLoss):
             UserError: its package is missing, or it does not take its arguments.
         """
         name = getattr(self.args.optim, "value", self.args.optim)
-        with _refused(f"optimizer {name!r}", "trainer.optim or trainer.optim_args"):
+        with _refused(f"optimizer {name!r}", "optimizer or trainer.optim_args"):
             return super().create_optimizer(*args, **kwargs)
 
     def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:

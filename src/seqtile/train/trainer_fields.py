@@ -54,8 +54,8 @@ def check_trainer_section(recipe: Recipe) -> None:
     """
     best_metric(recipe)
     for pattern, package in OPTIMIZER_PACKAGES.items():
-        if re.fullmatch(pattern, str(recipe.trainer.get("optim"))) and find_spec(package) is None:
-            raise UserError(f"optim {recipe.trainer['optim']!r} needs {package}; pip install {package}")
+        if re.fullmatch(pattern, recipe.optimizer_arguments["optim"]) and find_spec(package) is None:
+            raise UserError(f"optimizer {recipe.optimizer!r} needs {package}; pip install {package}")
     schedule, kwargs = recipe.trainer.get("lr_scheduler_type"), recipe.trainer.get("lr_scheduler_kwargs") or {}
     needed = SCHEDULE_ARGUMENTS.get(str(schedule), ())
     if needed and not any(key in kwargs for key in needed):

@@ -117,7 +117,7 @@ def build_model(recipe: Recipe) -> nn.Module:
         except (ValueError, RuntimeError) as error:
             reason = str(error).strip().splitlines()[0]
             raise UserError(f"PEFT refuses these adapters on this model: {reason}") from None
-    if recipe.activation_checkpointing and getattr(model, "supports_gradient_checkpointing", True):
+    if recipe.recomputes and getattr(model, "supports_gradient_checkpointing", True):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # the name is changing; both are understood
             model.gradient_checkpointing_enable({"use_reentrant": False})
