@@ -43,7 +43,8 @@ class RotaryKernels:
         # Sizes of one are compiled apart.
         ones = [size == 1 for size in (*x.shape[:3], cos.shape[0])]
         variant = backward, x.shape[-1], *kinds, *ones
-        return self._kernels.ran(variant, lambda: _build_rotary(x.shape[-1], backward), [buffer.data for buffer in buffers])
+        bases = [buffer.data for buffer in buffers]
+        return self._kernels.ran(variant, lambda: _build_rotary(x.shape[-1], backward), bases)
 
 
 def _build_rotary(width: int, backward: bool) -> Kernel:
