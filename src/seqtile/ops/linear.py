@@ -9,7 +9,7 @@ Shapes: ``t`` tokens of the tile, ``in`` and ``out`` features of the projection,
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -108,6 +108,94 @@ class Kind:
     dropout: float
 
 
+class Shrink:
+    """The ``A`` of the adapters that read one input, one below the other: ``low = scaling * dropout(x) A^T``.
+
+    So adapters of several projections, as of gate and up, share every product with their input and with its gradient.
+
+    Args:
+        down: ``A``, ``[rank, in]``, in the dtype in which the adapters run.
+        total: sum of its gradient, or None.
+        narrow: the adapters run in the dtype of their input.
+        scaling: factor of the low-rank part.
+        dropout: probability with which an element of the input is dropped.
+        parts: what it is made of, whose sums get theirs of the gradient by :meth:`finish`.
+    """
+
+    def __init__(
+        self, down: Tensor, total: Sum | None, narrow: bool, scaling: float, dropout: float,
+        parts: Sequence[Shrink] = (),
+    ) -> None:  # fmt: skip
+        self.down, self.total, self.narrow = down, total, narrow
+        self.scaling, self.dropout, self.parts = scaling, dropout, parts
+
+    @classmethod
+    def joined(cls, shrinks: Sequence[Shrink]) -> Shrink | None:
+        """All of them as one, or None where they do not read one input alike, or only some of them train."""
+        settings = {(shrink.down.dtype, shrink.scaling, shrink.dropout, shrink.total is None) for shrink in shrinks}
+        first = shrinks[0]
+        if len(settings) > 1 or first.dropout > 0:  # each adapter drops other elements
+            return None
+        down = torch.cat([shrink.down for shrink in shrinks])
+        return cls(down, None if first.total is None else Sum(down), first.narrow, first.scaling, 0.0, shrinks)
+
+    def finish(self) -> None:
+        """Hand the gradient on to the parts, after the last tile."""
+        if self.parts and self.total is not None:
+            ranks = [len(shrink.down) for shrink in self.parts]
+            for shrink, gradient in zip(self.parts, self.total.total().split(ranks), strict=True):
+                assert shrink.total is not None
+                shrink.total.add(gradient)
+
+    def reading(self, cut: Callable[[Tensor, int], Tensor]) -> Shrink:
+        """The part of it that reads some features of its input, ``cut(tensor, dimension)``."""
+        return Shrink(cut(self.down, 1), None, self.narrow, self.scaling, self.dropout)
+
+    def draw(self, rows: int) -> Tensor | None:
+        """The dropout mask for one tile, ``[t, in]``, a byte each; draws from the global generator."""
+        if self.dropout == 0:
+            return None
+        mask = torch.empty(rows, self.down.shape[1], dtype=torch.bool, device=self.down.device)
+        return mask.bernoulli_(1 - self.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[t, in] -> [t, rank]``; what :meth:`draw` drew is already applied to ``x``."""
+        low = x.new_empty(x.shape[0], len(self.down), dtype=self.down.dtype)
+        for xs, low_rows in self.pieces(x, low):
+            scaled_product(self.cast(xs), self.down.t(), self.scaling, low_rows)  # [t, in] @ [in, rank]
+        return low
+
+    def add_gradient(self, x: Tensor, dlow: Tensor) -> None:
+        """Add the gradient of ``A``; ``x`` as in :meth:`forward`, ``dlow`` is :meth:`Layer.low_rank_gradient`'s."""
+        if self.total is not None:
+            for xs, dlow_rows in self.pieces(x, dlow):
+                self.total.add_product(dlow_rows.t(), self.cast(xs))  # [rank, t] @ [t, in]
+
+    def add_input_gradient(self, dlow: Tensor, out: Tensor, mask: Tensor | None) -> None:
+        """Add the gradient of the input to ``out``, ``[t, in]``."""
+        if self.narrow and mask is None:
+            torch.addmm(out, dlow, self.down, out=out)  # [t, rank] @ [rank, in]
+            return
+        for dlow_rows, out_rows, *kept in self.pieces(dlow, out, *([] if mask is None else [mask])):
+            product = torch.mm(dlow_rows, self.down)
+            out_rows.add_(product.mul_(kept[0]) if kept else product)
+
+    def cast(self, x: Tensor) -> Tensor:
+        """A layer's tensor in the adapter's dtype."""
+        return x.to(self.down.dtype)
+
+    def pieces(self, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        """The rows at once; in pieces where the adapter is wider than the rest, so that no wide tile is made."""
+        for start, size in self.cuts(tensors[0].shape[0]):
+            yield tuple(t if size == t.shape[0] else t[start : start + size] for t in tensors)
+
+    def cuts(self, rows: int) -> Iterator[tuple[int, int]]:
+        """The first row of each piece, and its rows; a plan of memory has only some of them run."""
+        step = rows if self.narrow else WIDE_ROWS
+        for start in range(0, rows, step):
+            yield start, min(step, rows - start)
+
+
 class Layer:
     """A projection during one pass: its live tensors in the compute dtype, and the sums of their gradients.
 
@@ -119,6 +207,7 @@ class Layer:
         holds_dense: a quantised weight is made dense once for the pass; else again for every product.
 
     Attributes:
+        shrink: the adapter's ``A``, or None without an adapter.
         trains: whether anything in it needs a gradient.
         needs_input: whether one of its gradients is a product with its input.
         draws: whether its adapter drops parts of its input.
@@ -132,12 +221,11 @@ class Layer:
         holds_dense: bool = True,
     ) -> None:
         dtype = autocast.dtype
-        self.transposed, self.dropout = kind.transposed, kind.dropout
+        self.transposed = kind.transposed
         self.weight_sum: Sum | None = None
         self.bias: Tensor | None = None
         self.bias_sum: Sum | None = None
-        self.down: Tensor | None = None
-        self.down_sum: Sum | None = None
+        self.shrink: Shrink | None = None
         self.up_sum: Sum | None = None
         self._dtype, self._packed = dtype, kind.packed
         self._matrix: Tensor | None = None
@@ -153,18 +241,16 @@ class Layer:
         if kind.has_bias:
             bias, self.bias_sum = next(pairs)
             self.bias = bias.detach().to(dtype)
-        self.low_dtype = dtype
+        down_sum = None
         if kind.has_adapter:
-            down, self.down_sum = next(pairs)
+            down, down_sum = next(pairs)
             up, self.up_sum = next(pairs)
-            if not autocast.enabled:
-                self.low_dtype = torch.promote_types(dtype, down.dtype)
-            self.down = down.detach().to(self.low_dtype)  # [rank, in]
-            self.up = up.detach().to(self.low_dtype)  # [out, rank]
-        self.scaling = kind.scaling / (1 - kind.dropout) if kind.dropout < 1 else 0.0
-        self.narrow = self.low_dtype == dtype
+            low_dtype = dtype if autocast.enabled else torch.promote_types(dtype, down.dtype)
+            scaling = kind.scaling / (1 - kind.dropout) if kind.dropout < 1 else 0.0
+            self.shrink = Shrink(down.detach().to(low_dtype), down_sum, low_dtype == dtype, scaling, kind.dropout)
+            self.up = up.detach().to(low_dtype)  # [out, rank]
         self.draws = kind.has_adapter and kind.dropout > 0
-        self.needs_input = any((self.weight_sum, self.down_sum, self.up_sum))
+        self.needs_input = any((self.weight_sum, down_sum, self.up_sum))
         self.trains = self.needs_input or self.bias_sum is not None
 
     @property
@@ -180,54 +266,65 @@ class Layer:
         narrowed = copy.copy(self)
         narrowed._matrix = cut(self.matrix, 1)  # noqa: SLF001 - a copy of its own class
         narrowed.inputs = narrowed.matrix.shape[1]
-        if self.down is not None:
-            narrowed.down = cut(self.down, 1)
+        if self.shrink is not None:
+            narrowed.shrink = self.shrink.reading(cut)
         return narrowed
 
     def draw(self, rows: int) -> Tensor | None:
-        """The adapter's dropout mask for one tile, ``[t, in]``, a byte each; draws from the global generator."""
-        if not self.draws or self.down is None:
-            return None
-        mask = torch.empty(rows, self.inputs, dtype=torch.bool, device=self.down.device)
-        return mask.bernoulli_(1 - self.dropout)
+        """The adapter's dropout mask for one tile, ``[t, in]``."""
+        return None if self.shrink is None else self.shrink.draw(rows)
 
-    def forward(self, x: Tensor, out: Tensor, mask: Tensor | None) -> None:
-        """Write the projection of ``x`` ``[t, in]`` into ``out`` ``[t, out]``; ``mask`` is what :meth:`draw` drew."""
+    def forward(self, x: Tensor, out: Tensor, mask: Tensor | None, *, overwrite: bool = False) -> None:
+        """Write the projection of ``x`` ``[t, in]`` into ``out`` ``[t, out]``.
+
+        Args:
+            x: its input.
+            out: its output.
+            mask: what :meth:`draw` drew.
+            overwrite: ``x`` is dead afterwards, so the mask may be applied in place.
+        """
+        self.without_adapter(x, out)
+        if self.shrink is not None:
+            self.add_low_rank(self.shrink.forward(without_dropped(x, mask, overwrite=overwrite)), out)
+
+    def without_adapter(self, x: Tensor, out: Tensor) -> None:
+        """Write ``x W^T + b``."""
         matrix = self.matrix if self._matrix is None else self._matrix
         if self.bias is None:
             torch.mm(x, matrix.t(), out=out)
         else:
             torch.addmm(self.bias, x, matrix.t(), out=out)
-        if self.down is None:
-            return
-        for xs, out_rows, kept in self.pieces(x, out, mask):
-            assert xs is not None and out_rows is not None
-            low = torch.mm(self._dropped(xs, kept), self.down.t())  # [t, in] @ [in, rank]
-            if self.narrow:
-                torch.addmm(out_rows, low, self.up.t(), alpha=self.scaling, out=out_rows)  # [t, rank] @ [rank, out]
-            else:
-                out_rows.add_(torch.mm(low, self.up.t()), alpha=self.scaling)
 
-    def low_rank_gradient(self, dy: Tensor) -> Tensor | None:
-        """Gradient of the adapter's ``[t, rank]`` tensor, from that of the output ``[t, out]``; None without one."""
-        if self.down is None:
+    def add_low_rank(self, low: Tensor, out: Tensor) -> None:
+        """Add the adapter's part to ``out`` ``[t, out]``, from :meth:`Shrink.forward`'s ``[t, rank]``."""
+        assert self.shrink is not None
+        if self.shrink.narrow:
+            torch.addmm(out, low, self.up.t(), out=out)  # [t, rank] @ [rank, out]
+            return
+        for low_rows, out_rows in self.shrink.pieces(low, out):
+            out_rows.add_(torch.mm(low_rows, self.up.t()))
+
+    def low_rank_gradient(self, dy: Tensor, out: Tensor | None = None) -> Tensor | None:
+        """Gradient of ``dropout(x) A^T``, ``[t, rank]``, from that of the output; None without an adapter."""
+        if self.shrink is None:
             return None
-        result = dy.new_empty(dy.shape[0], self.up.shape[1], dtype=self.low_dtype)
-        for dys, out_rows in self.pieces(dy, result):
-            assert dys is not None and out_rows is not None
-            torch.mm(dys.to(self.low_dtype), self.up, out=out_rows).mul_(self.scaling)  # [t, out] @ [out, rank]
+        result = dy.new_empty(dy.shape[0], self.up.shape[1], dtype=self.up.dtype) if out is None else out
+        for dys, rows in self.shrink.pieces(dy, result):
+            scaled_product(self.shrink.cast(dys), self.up, self.shrink.scaling, rows)  # [t, out] @ [out, rank]
         return result
 
     def add_gradients(
-        self, x: Tensor | None, dy: Tensor, low: Tensor | None, mask: Tensor | None, *, overwrite: bool = False
-    ) -> None:
+        self, x: Tensor | None, dy: Tensor, dlow: Tensor | None, mask: Tensor | None, *,
+        low: Tensor | None = None, overwrite: bool = False,
+    ) -> None:  # fmt: skip
         """Add this tile's gradients of everything that trains to their sums.
 
         Args:
             x: the projection's input, ``[t, in]``; may be None unless :attr:`needs_input`.
             dy: gradient of its output, ``[t, out]``.
-            low: what :meth:`low_rank_gradient` returned, ``[t, rank]``.
+            dlow: what :meth:`low_rank_gradient` returned, ``[t, rank]``; None where ``A`` gets its gradient elsewhere.
             mask: the adapter's dropout mask, ``[t, in]``.
+            low: what :meth:`Shrink.forward` made of ``x``, ``[t, rank]``, if it is still there.
             overwrite: ``x`` is dead afterwards, so the mask may be applied in place.
         """
         if self.bias_sum is not None:
@@ -235,56 +332,46 @@ class Layer:
         if self.weight_sum is not None:
             assert x is not None
             self.weight_sum.add_product(*((x.t(), dy) if self.transposed else (dy.t(), x)))  # [in, out] or [out, in]
-        if self.down_sum is None and self.up_sum is None:
+        shrink = self.shrink
+        if shrink is None:
             return
-        for xs, dys, lows, kept in self.pieces(x, dy, low, mask):
-            assert xs is not None and dys is not None and lows is not None and self.down is not None
-            xs = self._dropped(xs, kept, overwrite=overwrite)
-            if self.down_sum is not None:
-                self.down_sum.add_product(lows.t(), xs)  # [rank, t] @ [t, in]
-            if self.up_sum is not None:
-                scaled = torch.mm(xs, self.down.t()).mul_(self.scaling)  # [t, rank]
-                self.up_sum.add_product(dys.to(self.low_dtype).t(), scaled)  # [out, t] @ [t, rank]
+        if dlow is not None and shrink.total is not None or self.up_sum is not None and low is None:
+            assert x is not None
+            x = without_dropped(x, mask, overwrite=overwrite)
+        if dlow is not None and shrink.total is not None:
+            assert x is not None
+            shrink.add_gradient(x, dlow)
+        if self.up_sum is not None:
+            if low is None:
+                assert x is not None
+                low = shrink.forward(x)
+            for dys, low_rows in shrink.pieces(dy, low):
+                self.up_sum.add_product(shrink.cast(dys).t(), low_rows)  # [out, t] @ [t, rank]
 
     def input_gradient(
-        self, dy: Tensor, out: Tensor, low: Tensor | None, mask: Tensor | None, *, add: bool = False
+        self, dy: Tensor, out: Tensor, dlow: Tensor | None, mask: Tensor | None, *, add: bool = False
     ) -> None:
         """Write the gradient of the input, ``[t, in]``, into ``out``, or add it to what stands there."""
-        if low is not None and mask is not None and self.narrow and not add:
-            assert self.down is not None
-            torch.mm(low, self.down, out=out).mul_(mask)  # the dropped part first, in place: no buffer of its own
-            torch.addmm(out, dy, self.matrix, out=out)
-            return
+        shrink = self.shrink
+        if dlow is not None and shrink is not None and shrink.narrow and mask is not None and not add:
+            torch.mm(dlow, shrink.down, out=out).mul_(mask)  # the dropped part first, in place: no buffer of its own
+            dlow, add = None, True
         torch.addmm(out, dy, self.matrix, beta=int(add), out=out)  # [t, out] @ [out, in]
-        if low is None or self.down is None:
-            return
-        if self.narrow and mask is None:
-            torch.addmm(out, low, self.down, out=out)
-            return
-        for lows, out_rows, kept in self.pieces(low, out, mask):
-            assert lows is not None and out_rows is not None
-            low_rank = torch.mm(lows, self.down)  # [t, rank] @ [rank, in]
-            out_rows.add_(low_rank if kept is None else low_rank.mul_(kept))
-
-    def _dropped(self, x: Tensor, mask: Tensor | None, *, overwrite: bool = False) -> Tensor:
-        """The adapter's input, in its dtype."""
-        cast = x.to(self.low_dtype)
-        if mask is None:
-            return cast
-        return cast.mul_(mask) if overwrite or cast is not x else cast * mask
-
-    def pieces(self, *tensors: Tensor | None) -> Iterator[tuple[Tensor | None, ...]]:
-        """The rows at once; in pieces where the adapter is wider than the rest, so that no wide tile is made."""
-        rows = next(tensor.shape[0] for tensor in tensors if tensor is not None)
-        for start, size in self.cuts(rows):
-            yield tuple(t if t is None or size == rows else t[start : start + size] for t in tensors)
-
-    def cuts(self, rows: int) -> Iterator[tuple[int, int]]:
-        """The first row of each piece, and its rows; a plan of memory has only some of them run."""
-        step = rows if self.narrow else WIDE_ROWS
-        for start in range(0, rows, step):
-            yield start, min(step, rows - start)
+        if dlow is not None and shrink is not None:
+            shrink.add_input_gradient(dlow, out, mask)
 
 
-WIDE_ROWS = 512
-"""Rows at once where an adapter is kept in higher precision than the layer it is on."""
+def without_dropped(x: Tensor, mask: Tensor | None, *, overwrite: bool = False) -> Tensor:
+    """An adapter's input without what its dropout drops."""
+    if mask is None:
+        return x
+    return x.mul_(mask) if overwrite else x * mask
+
+
+def scaled_product(left: Tensor, right: Tensor, scaling: float, out: Tensor) -> None:
+    """Write ``scaling * left @ right``, rounded once: scaled after the product it would be rounded twice."""
+    torch.addmm(out, left, right, beta=0, alpha=scaling, out=out)
+
+
+WIDE_ROWS = 2048
+"""Rows at once where an adapter is kept in higher precision than its layer: 112 MiB of 14,336 features in fp32."""

@@ -97,12 +97,13 @@ class Pass:
     def gradients(self) -> list[Tensor | None]:
         """The summed gradients, in the order of the tensors; the buffers are gone before they are cast."""
         self._buffers.clear()
+        self.first.finish()
         return [None if total is None else total.result() for total in self._sums]
 
     def forward(self, x: Tensor, out: Tensor, *, keep: bool) -> tuple[Tensor, ...]:
         """Write one tile's output, ``[t, D] -> [t, D]``; returns its pre-activations if they are to be kept."""
         n, masks, drop = self._start(x)  # [t, D], adapters' masks [t, in], [t, D]
-        values = self._pre_activations(n, masks, fresh=keep)
+        values, _ = self._pre_activations(n, masks, fresh=keep)
         gate, up = self._split(values)  # [t, F] each
         hidden = self._buffer("hidden", x.shape[0], gate.shape[1]) if keep else gate  # [t, F]
         self._pointwise.forward(self.plan.activation, gate, up, hidden)
@@ -111,7 +112,7 @@ class Pass:
             values = ()
         plain = self.after is None and out.dtype == self.dtype
         y = out if plain else torch.empty(out.shape, dtype=self.dtype, device=self.device)  # [t, D]
-        self.down.forward(hidden, y, masks[-1])
+        self.down.forward(hidden, y, masks[-1], overwrite=True)
         if drop is not None:
             y.mul_(drop).mul_(self._drop_scale)
         if self.after is not None:
@@ -124,7 +125,10 @@ class Pass:
         """Add one tile's gradients to the sums and write its ``dx``; ``x``, ``dy`` and ``dx`` are ``[t, D]``."""
         n, masks, drop = self._start(x)
         inner = self.first.trains or self.first.needs_normed(dx is not None)
-        values = self._pre_activations(n, masks, fresh=False) if kept is None else kept
+        lows: Sequence[Tensor | None] = ()
+        values = kept
+        if values is None:
+            values, lows = self._pre_activations(n, masks, fresh=False)
         gate, up = self._split(values)  # [t, F] each; overwritten by their gradients below
 
         def spare(number: int) -> Tensor:
@@ -147,7 +151,7 @@ class Pass:
         )  # fmt: skip
         if not inner:
             return
-        self.first.backward(x, n, values, masks, dx)  # values hold the gradients of gate and up
+        self.first.backward(x, n, values, masks, dx, lows)  # values hold the gradients of gate and up
 
     def _start(self, x: Tensor) -> tuple[Tensor, list[Tensor | None], Tensor | None]:
         """The normed input in the compute dtype, and every mask of the tile, drawn in one fixed order."""
@@ -162,18 +166,20 @@ class Pass:
     def _drop_scale(self) -> float:
         return 1 / (1 - self.plan.dropout) if self.plan.dropout < 1 else 0.0
 
-    def _pre_activations(self, n: Tensor, masks: Sequence[Tensor | None], *, fresh: bool) -> tuple[Tensor, ...]:
-        """``[t, D] ->`` gate and up, ``[t, F]`` each, or ``[t, 2 F]`` of a fused projection."""
+    def _pre_activations(
+        self, n: Tensor, masks: Sequence[Tensor | None], *, fresh: bool
+    ) -> tuple[tuple[Tensor, ...], list[Tensor | None]]:
+        """``[t, D] ->`` gate and up, ``[t, F]`` each, or ``[t, 2 F]``; and what their adapters' ``A`` make of it."""
         values = []
-        for number, (layer, mask) in enumerate(zip(self.first.layers, masks, strict=False)):
+        for number, layer in enumerate(self.first.layers):
             value = (
                 self.kept_value(n.shape[0], layer)
                 if fresh
                 else self._buffer(("first", number), n.shape[0], layer.width)
             )
-            layer.forward(n, value, mask)
+            layer.without_adapter(n, value)
             values.append(value)
-        return tuple(values)
+        return tuple(values), self.first.add_low_rank(n, values, masks)
 
     def kept_values(self, rows: int) -> tuple[Tensor, ...]:
         """Room for the pre-activations of so many tokens that are kept."""
@@ -201,7 +207,7 @@ class Pass:
             hidden = spare(0)  # [t, F]
             self._pointwise.forward(self.plan.activation, gate, up, hidden)
             y = torch.empty(dy.shape, dtype=self.dtype, device=self.device)  # [t, D]
-            self.down.forward(hidden, y, masks[-1])
+            self.down.forward(hidden, y, masks[-1], overwrite=True)
             if drop is not None:
                 y.mul_(drop).mul_(self._drop_scale)
             gradient = self.after.gradient(y, dy, needs_rows=True)

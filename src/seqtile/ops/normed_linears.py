@@ -14,7 +14,7 @@ from torch import Tensor
 
 from seqtile.ops.grad_accumulator import LOW, Sum
 from seqtile.ops.kernels import pieces
-from seqtile.ops.linear import Kind, Layer
+from seqtile.ops.linear import Kind, Layer, Shrink, without_dropped
 from seqtile.ops.norm import BY_DEVICE, NORM_KERNELS
 from seqtile.ops.rng import Autocast, NormKind
 
@@ -124,11 +124,15 @@ class NormedLinears:
         self.layers: list[Layer] = []
         self.norm: Norm | None = None
         self.trains = self._draws = False
+        adapters: list[Shrink] = []
         for layer_kind in layers:
             layer = Layer(layer_kind, pairs, autocast, holds_dense)
             self.layers.append(layer)
             self.trains |= layer.trains
             self._draws |= layer.draws
+            if layer.shrink is not None:
+                adapters.append(layer.shrink)
+        self._joined = Shrink.joined(adapters) if len(adapters) > 1 else None
 
     def needs_normed(self, needs_x: bool) -> bool:
         """Whether the gradient of the normed input is needed."""
@@ -142,9 +146,39 @@ class NormedLinears:
         """What the layers read, ``[t, D]`` in the compute dtype."""
         return x.to(self.dtype) if self.norm is None else self.norm.forward(x, self.dtype)
 
+    def add_low_rank(
+        self, normed: Tensor, outputs: Sequence[Tensor], masks: Sequence[Tensor | None]
+    ) -> list[Tensor | None]:
+        """Add the adapters' parts to each layer's output, ``[t, F_i]``; returns what :meth:`low_rank` does."""
+        lows = self.low_rank(normed, masks)
+        for layer, low, output in zip(self.layers, lows, outputs, strict=True):
+            if low is not None:
+                layer.add_low_rank(low, output)
+        return lows
+
+    def low_rank(self, normed: Tensor, masks: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """What each adapter's ``A`` makes of the input, ``[t, rank_i]``, by one product where they are joined."""
+        if self._joined is not None:
+            return self._columns(self._joined.forward(normed))
+        return [
+            None if layer.shrink is None else layer.shrink.forward(without_dropped(normed, mask))
+            for layer, mask in zip(self.layers, masks, strict=False)
+        ]
+
+    def _columns(self, joined: Tensor) -> list[Tensor | None]:
+        """Each layer's part of ``[t, rank_1 + rank_2 ...]``, None without an adapter."""
+        ranks = [0 if layer.shrink is None else len(layer.shrink.down) for layer in self.layers]
+        return [columns if rank else None for rank, columns in zip(ranks, joined.split(ranks, dim=1), strict=True)]
+
+    def finish(self) -> None:
+        """Give every adapter its part of joined sums, after the last tile."""
+        if self._joined is not None:
+            self._joined.finish()
+
     def backward(
-        self, x: Tensor, normed: Tensor, gradients: Sequence[Tensor], masks: Sequence[Tensor | None], dx: Tensor | None
-    ) -> None:
+        self, x: Tensor, normed: Tensor, gradients: Sequence[Tensor], masks: Sequence[Tensor | None], dx: Tensor | None,
+        lows: Sequence[Tensor | None] = (),
+    ) -> None:  # fmt: skip
         """Add one tile's gradients to the sums and write the input's.
 
         Args:
@@ -153,17 +187,34 @@ class NormedLinears:
             gradients: that of each layer's output, ``[t, F_i]``.
             masks: what :meth:`draw` drew; more may follow.
             dx: where the gradient of ``x`` goes, or None.
+            lows: what :meth:`low_rank` gave for this tile, if it is still there.
         """
-        lows = [layer.low_rank_gradient(dy) for layer, dy in zip(self.layers, gradients, strict=True)]
-        for layer, dy, low, mask in zip(self.layers, gradients, lows, masks, strict=False):
+        nothing: list[Tensor | None] = [None] * len(self.layers)
+        joined_dlow = None
+        if self._joined is not None:
+            down = self._joined.down
+            joined_dlow = normed.new_empty(normed.shape[0], len(down), dtype=down.dtype)  # [t, rank_1 + rank_2 ...]
+            if not lows and any([layer.up_sum for layer in self.layers]):
+                lows = self.low_rank(normed, masks)
+        columns = nothing if joined_dlow is None else self._columns(joined_dlow)
+        dlows = [
+            layer.low_rank_gradient(dy, column)
+            for layer, dy, column in zip(self.layers, gradients, columns, strict=True)
+        ]
+        if self._joined is not None and joined_dlow is not None:
+            self._joined.add_gradient(normed, joined_dlow)
+            dlows = nothing
+        for layer, dy, dlow, mask, low in zip(self.layers, gradients, dlows, masks, lows or nothing, strict=False):
             if layer.trains:
-                layer.add_gradients(normed, dy, low, mask)
+                layer.add_gradients(normed, dy, dlow, mask, low=low)
         if not self.needs_normed(dx is not None):
             return
         direct = dx is not None and self.norm is None and dx.dtype == self.dtype
         dn = dx if direct and dx is not None else torch.empty(normed.shape, dtype=self.dtype, device=x.device)  # [t, D]
-        for number, (layer, dy, low, mask) in enumerate(zip(self.layers, gradients, lows, masks, strict=False)):
-            layer.input_gradient(dy, dn, low, mask, add=number > 0)
+        for number, (layer, dy, dlow, mask) in enumerate(zip(self.layers, gradients, dlows, masks, strict=False)):
+            layer.input_gradient(dy, dn, dlow, mask, add=number > 0)
+        if self._joined is not None and joined_dlow is not None:
+            self._joined.add_input_gradient(joined_dlow, dn, None)
         if direct:
             return
         gradient = dn if self.norm is None else self.norm.gradient(x, dn, needs_rows=dx is not None, out=dx)

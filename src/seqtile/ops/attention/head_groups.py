@@ -147,6 +147,7 @@ class _PositionWise:
         self._sums = sums
 
     def gradients(self) -> list[Tensor | None]:
+        self.first.finish()
         return [None if total is None else total.result() for total in self._sums]
 
     def project(self, x: Tensor) -> list[Tensor]:
@@ -158,8 +159,11 @@ class _PositionWise:
         for start, size in self.plan.tiles():
             masks = self.first.draw(size)
             normed = self.first.normed(rows.narrow(0, start, size))  # [t, D]
-            for layer, output, mask in zip(self.first.layers, qkv, masks, strict=True):
-                layer.forward(normed, output.narrow(0, start, size), mask)
+            tiles = []
+            for layer, output in zip(self.first.layers, qkv, strict=True):
+                tiles.append(output.narrow(0, start, size))
+                layer.without_adapter(normed, tiles[-1])
+            self.first.add_low_rank(normed, tiles, masks)
         return [tensor.view(*x.shape[:-1], -1) for tensor in qkv]  # [N, heads * E] -> [B, T, heads * E]
 
     def skip(self, x: Tensor) -> Tensor | None:
