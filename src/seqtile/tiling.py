@@ -28,13 +28,21 @@ PRODUCTS_PER_SECOND, BYTES_PER_SECOND, LAUNCH_SECONDS = 700e12, 3e12, 6.6e-6
 """What an accelerator does of bf16 products and of copies, and what starting a kernel costs the host. Measured on an
 H100 80GB HBM3 (764 TFLOP/s, 2,993 GB/s and 6.6 us; torch 2.11, 2026-11-26)."""
 
-LAUNCHES = {"block": 60, "projection": 6, "norm": 5}
-"""Kernels that one tile starts, forward, recompute and backward together. A block with adapters in the generic operator
-starts the most."""
+LAUNCHES = {"block": 94, "fused": 32, "projection": 6, "norm": 5}
+"""Kernels that one tile starts, forward, recompute and backward together: of an MLP with adapters and its norm in the
+generic and in the fused operator, where it starts the most (counted)."""
 
-FILLS = 4
-"""A tile of the ``"auto"`` rule keeps the device busy for at least so many times what its launches take. Python and
-autograd cost the host as much again and more: 2 layers of width 1,024 in 12 tiles took 400 ms there, 25 untiled."""
+FILLS = {"block": 20, "projection": 4, "norm": 4}
+"""A tile of the ``"auto"`` rule keeps the device busy for at least so many times what its launches take.
+
+A block's launches take 5 % of it at most. Norms and projections compute so little per token that they would rarely be
+tiled then. A block that was cut at 4 times was bound by the host: generic, with adapters, it took 114 ms in tiles of
+2,048 tokens, untiled 74 (32,768 tokens, the same H100).
+"""
+
+READING_TOKENS = 4096
+"""Tokens of a block's tile, at least: reading each product's matrix then takes 6 % of the product, at 2,048 tokens 11.
+A power of two, so that lengths which are one are cut into equal tiles."""
 
 _UNITS = {
     "": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
@@ -240,9 +248,10 @@ def auto_tokens(shape: BlockShape) -> int:
 
     A tile re-reads and rewrites every weight gradient, which costs about ``218 / tile`` of the backward on a
     recent GPU (fp32 sums), so 8,192 tokens when weights train, 16,384 where that stays below 1 GiB of
-    intermediates; frozen weights pay nothing and products are at full speed from 2,048. Narrow blocks take more, by
-    :func:`filling_tokens`. A CPU core has far fewer operations per byte of memory bandwidth: 1,024 and 512 there. What
-    trains in less than one of the block's matrices (adapters, norms, biases) costs next to nothing to rewrite.
+    intermediates. Frozen weights pay nothing for that: 2,048, where products are at full speed, or as many as
+    :func:`filling_tokens` asks for. A CPU core has far fewer operations per byte of memory bandwidth: 1,024 and 512
+    there. What trains in less than one of the block's matrices (adapters, norms, biases) costs next to nothing to
+    rewrite.
     """
     if shape.device_type == "cpu":
         return 1024 if shape.trains else 512
@@ -254,9 +263,10 @@ def auto_tokens(shape: BlockShape) -> int:
 def filling_tokens(shape: BlockShape, part: str = "block") -> int:
     """The fewest tokens whose work in one tile of ``part`` is :data:`FILLS` times its launches; 0 on a CPU.
 
-    As long as the tile's intermediates stay below 1 GiB, which very narrow blocks reach first. A step of a checkpointed
-    block has 11 products of ``tokens * hidden * intermediate``, 8 where its weights are frozen; a projection has 4 or
-    3. A norm reads or writes its input's size seven times.
+    At least :data:`READING_TOKENS` of a block. As long as the tile's intermediates stay below 1 GiB, which very narrow
+    and very wide blocks reach first. A step of a checkpointed block has 11 products of ``tokens * hidden *
+    intermediate``, 8 where its weights are frozen; a projection has 4 or 3. A norm reads or writes its input's size
+    seven times.
     """
     if shape.device_type == "cpu":
         return 0
@@ -265,7 +275,10 @@ def filling_tokens(shape: BlockShape, part: str = "block") -> int:
     else:
         products = {"block": (8, 11), "projection": (3, 4)}[part][shape.trains]
         seconds = 2 * products * shape.hidden * shape.intermediate / PRODUCTS_PER_SECOND
-    tokens = math.ceil(FILLS * LAUNCHES[part] * LAUNCH_SECONDS / seconds)
+    fused = part == "block" and shape.live_widths == FUSED_WIDTHS
+    tokens = math.ceil(FILLS[part] * LAUNCHES["fused" if fused else part] * LAUNCH_SECONDS / seconds)
+    if part == "block":
+        tokens = max(tokens, READING_TOKENS)
     return MULTIPLE * min(-(-tokens // MULTIPLE), 2**30 // (MULTIPLE * shape.bytes_per_token))
 
 
