@@ -249,7 +249,7 @@ def test_fit_refuses_before_anything_is_written(folder: Path, capsys: Any):
     (other := folder / "recipe.yaml").write_text("trainer: {save_only_model: true}")
     for more, said in (
         (["--fit-memory", "300MiB"], "do not fit the memory given by the plan, with the tightest settings: 0."),
-        (["--fit-memory", "much"], "got fit 'memory:much', expected true, false or each device's memory"),
+        (["--fit-memory", "much"], "got fit 'much', expected true, false or each device's memory"),
         (["--on-oom", "pray"], "recipe key 'on_oom': got 'pray'; input should be 'stop' or 'retry'"),
         (["--on-oom", "retry", "--tiled-mlp", "false"], "on_oom 'retry' goes on with smaller tiles, but the recipe"),
         (

@@ -144,7 +144,7 @@ def command(
         "nproc": nproc,
         "sp_size": sp_size,
         "cp_size": cp_size,
-        "fit": fit if fit_memory is None else f"memory:{fit_memory}",
+        "fit": fit if fit_memory is None else fit_memory,
         "on_oom": on_oom,
         "batch_size": batch_size,
         "packing": {"true": True, "false": False}.get(packing.lower(), packing) if packing else None,

@@ -43,7 +43,7 @@ def fit_recipe(recipe: Recipe, nodes: int = 1) -> Fitted:
     from seqtile.fitting import choose
     from seqtile.planner.ladder import CHOSEN
 
-    memory = parse_bytes(recipe.fit[len("memory:") :]) if isinstance(recipe.fit, str) else None
+    memory = parse_bytes(recipe.fit) if isinstance(recipe.fit, str) else None
     settings = settings_of(recipe)
     fixed = {name: getattr(settings, name) for name in CHOSEN if getattr(recipe.options, name) != DEFAULTS[name]}
     if recipe.options.checkpoint == "layer":  # the recipe's default

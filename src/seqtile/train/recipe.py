@@ -186,16 +186,6 @@ def keys_of(options: TilingOptions) -> dict[str, Any]:
     return values
 
 
-def check_size(key: str, value: str, expected: str) -> None:
-    """Refuse a text that is no ``memory:SIZE``.
-
-    Raises:
-        UserError: names the key and what it takes.
-    """
-    if not (value.startswith("memory:") and parse_bytes(value[len("memory:") :])):
-        raise UserError(f"got {key} {value!r}, expected {expected}")
-
-
 def recipe_keys() -> list[str]:
     """Every key of a recipe."""
     return [key for key in [*Recipe.model_fields, *OptionKeys.model_fields] if key != "options"]
@@ -252,7 +242,7 @@ class Recipe(CheckedModel):
     trainer: dict[str, Any] = Field(default_factory=dict, description="other arguments of TRL's SFTConfig")
 
     fit: bool | str | None = Field(
-        None, description="choose what the length needs; 'memory:16GiB' for devices of that size; None: on accelerators"
+        None, description="choose what the length needs; '16GiB' for devices of that size; None: on accelerators"
     )
     on_oom: Literal["stop", "retry"] = "stop"
 
@@ -290,8 +280,8 @@ class Recipe(CheckedModel):
     @field_validator("fit")
     @classmethod
     def _known_fit(cls, fit: bool | str | None) -> bool | str | None:
-        if isinstance(fit, str):
-            check_size("fit", fit, "true, false or each device's memory, such as 'memory:16GiB'")
+        if isinstance(fit, str) and not parse_bytes(fit):
+            raise ValueError(f"got fit {shown(fit)}, expected true, false or each device's memory, such as '16GiB'")
         return fit
 
     @field_validator("trainer")
