@@ -263,10 +263,10 @@ class LigerCounts:
         return patch.object(sys.modules[type(model).__module__], "apply_rotary_pos_emb", rope)
 
     def _norm(self, module: Any) -> Callable[[Tensor], Tensor]:
-        return lambda x: _Norm.apply(x, module.weight, self.record)  # type: ignore[no-untyped-call, no-any-return]
+        return lambda x: _Norm.apply(x, module.weight, self.record)  # type: ignore[no-untyped-call]
 
     def _mlp(self, module: Any) -> Callable[[Tensor], Tensor]:
-        return lambda x: module.down_proj(_SwiGlu.apply(module.gate_proj(x), module.up_proj(x), self.record))  # type: ignore[no-untyped-call, no-any-return]
+        return lambda x: module.down_proj(_SwiGlu.apply(module.gate_proj(x), module.up_proj(x), self.record))  # type: ignore[no-untyped-call]
 
     def _fused_loss(self, model: Any) -> Callable[..., Any]:
         from transformers.modeling_outputs import CausalLMOutput

@@ -1,0 +1,273 @@
+"""Whole training steps, ours beside what people run, and the loss table.
+
+    python benchmarks/step.py --quick --out DIR        # within four minutes on one H100: faults, then figures
+    python benchmarks/step.py --minutes 9              # every setting; goes on where it was ended
+    python benchmarks/step.py --device cpu --smoke     # tiny, to see that it runs
+
+Steps (forward, backward, clipping, AdamW) of Llama-8B's shape with 2 and 4 layers, so that the time of a layer and of
+the rest come apart. First each method's gradients are compared with Transformers' own, then all methods take turns,
+each in a process of its own. A method that fails says why in its row, and the others go on. Every turn is a line of
+JSON as soon as it has been measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import head_cost
+import machine
+from cell import Worker
+from methods import STEP_METHODS, build_model, install_step, step_method, use_liger_kernels
+from seqtile._errors import UserError
+from seqtile.counting import count_live_bytes
+from seqtile.devices import empty_cache, is_accelerator, peak_bytes, reset_peak, synchronize
+from seqtile.planner.fake_step import update
+from seqtile.planner.model_shapes import read_config
+from seqtile.planner.step_config import make_optimizer
+from suite import GIB, RESULTS, Row, Suite
+
+K = 1024
+OURS = ("seqtile", *(f"seqtile+{settings}" for settings in (
+    "attention-saved", "liger", "attention-saved+liger", "offload", "heads+offload",
+)))  # fmt: skip
+PEERS = tuple(name for name in STEP_METHODS if name != "seqtile")
+QUICK = ("transformers", "liger", "liger-tiled", "liger-nightly", "seqtile", "seqtile+attention-saved",
+         "seqtile+attention-saved+liger")  # fmt: skip
+LAYERS = (2, 4)
+LORA = 16
+TINY = Path(__file__).parent / "data" / "tiny-llama"
+STEPS, GRADIENTS, READY = (f"{__file__}:{name}" for name in ("measure_steps", "compare_gradients", "get_ready"))
+
+
+def main() -> int:
+    """Run the parts; 2 where there is no accelerator or a method is unknown."""
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--quick", action="store_true", help="32,768 tokens and fewer methods, within four minutes")
+    options.add_argument("--methods", nargs="+", help="names of methods.py; default: all")
+    options.add_argument("--tokens", type=int, nargs="+", help="default: 32768 131072 8192")
+    options.add_argument("--train", nargs="+", choices=("lora", "full"), default=["lora", "full"])
+    options.add_argument("--rounds", type=int, default=2, help="turns of each method")
+    options.add_argument("--device", help="leave it out for the accelerator")
+    options.add_argument("--smoke", action="store_true", help="tiny shapes, to see that it runs")
+    options.add_argument("--minutes", type=float, help="no part starts after this; default: 9, with --quick 3.5")
+    options.add_argument("--out", type=Path, default=RESULTS)
+    asked = options.parse_args()
+    try:
+        run(asked)
+    except UserError as error:
+        print(f"step.py: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def run(asked: argparse.Namespace) -> None:
+    """Faults first, then figures."""
+    methods = asked.methods or (QUICK if asked.quick else (*PEERS, *OURS))
+    for method in methods:
+        step_method(method)
+    suite = Suite("step-smoke" if asked.smoke else "step", asked.out, asked.minutes or (3.5 if asked.quick else 9.0))
+    device = asked.device or suite.found["device_type"]
+    if device == "cpu" and not asked.smoke:
+        raise UserError("whole steps need an accelerator and torch finds none: add --smoke for tiny ones")
+    lengths = asked.tokens or ([256] if asked.smoke else [32 * K] if asked.quick else [32 * K, 128 * K, 8 * K])
+    base = {"model": str(TINY) if asked.smoke else "llama-8b", "device": device}
+    workers = {method: Worker() for method in methods}
+    try:
+        with ThreadPoolExecutor(len(workers)) as pool:  # they import side by side, and only then take turns
+            list(pool.map(lambda worker: worker.run(READY, {}, timeout_s=suite.left), workers.values()))
+        for train in asked.train:
+            key = {**base, "lora": LORA if train == "lora" else 0, "layers": 2, "tokens": min(16 * K, lengths[0])}
+            for method in methods:
+                _measure(suite, workers[method], GRADIENTS, f"gradients, {train}", {**key, "method": method})
+        scale = 64 if asked.smoke else 1
+        ceilings = _measure(suite, suite.worker, machine.JOB, "machine", {"device": device, "scale": scale})
+        _losses(suite, device, asked.smoke)
+        for tokens in lengths:
+            _take_turns(suite, workers, base, asked.train, tokens, asked.rounds)
+            for train in asked.train:
+                print(table(suite.rows, train, tokens, ceilings), flush=True)
+    finally:
+        for worker in workers.values():
+            worker.close()
+        suite.finish()
+
+
+def _measure(suite: Suite, worker: Worker, job: str, part: str, key: Row) -> Row:
+    [row] = suite.run(part, key, lambda left: [worker.run(job, key, timeout_s=left)])
+    shown = ("error", "gradient_difference", "worst", "step_ms", "peak_gib", "ms", "gemm_tflops", "attention")
+    said = ", ".join(f"{name} {row[name]}" for name in shown if name in row)
+    print(f"    {row.get('method') or row.get('way', '')} {row.get('layers', '')}: {said}", flush=True)
+    return row
+
+
+def _take_turns(
+    suite: Suite, workers: dict[str, Worker], base: Row, trains: Sequence[str], tokens: int, rounds: int
+) -> None:
+    """Steps of each method one after another, and again; what failed once is not tried again."""
+    failed: set[tuple[str, str]] = set()
+    for turn in range(rounds):
+        for train, (method, worker) in itertools.product(trains, workers.items()):
+            for layers in () if (train, method) in failed else LAYERS:
+                key = {**base, "lora": LORA if train == "lora" else 0, "layers": layers, "tokens": tokens}
+                row = _measure(suite, worker, STEPS, f"steps, {train}", {**key, "method": method, "turn": turn})
+                if "error" in row:
+                    failed.add((train, method))
+                    break
+
+
+def _losses(suite: Suite, device: str, smoke: bool) -> None:
+    """16,384 tokens x 248,320 x 2,048 in bf16, as trl#6858 measures it."""
+    tokens, vocabulary, hidden = (64, 512, 32) if smoke else (16 * K, 248_320, 2048)
+    for way in head_cost.WAYS:
+        key = {"way": way, "tokens": tokens, "vocabulary": vocabulary, "hidden": hidden, "device": device}
+        _measure(suite, suite.worker, head_cost.JOB, "loss", key)
+
+
+def get_ready(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Nothing more: the imports of this file have been made."""
+    return {}
+
+
+def measure_steps(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Steps of one method.
+
+    Args:
+        arguments: ``model``, ``device``, ``method``, ``layers``, ``tokens``, ``lora`` (rank, 0 for all weights).
+
+    Returns:
+        ``ran`` (what runs it, in words), ``step_ms`` of each step after a warm-up, ``peak_gib`` with weights and
+        optimiser (on the CPU of counted tensors, without the weights), ``loss``, ``layers_of_model``.
+    """
+    model, batch, ran = _build(arguments)
+    device = batch["input_ids"].device
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    optimizer = make_optimizer("adamw", weights)
+
+    def step() -> Tensor:
+        loss: Tensor = model(**batch, use_cache=False).loss
+        loss.backward()
+        update(optimizer, weights)
+        return loss.detach()
+
+    on_cpu = not is_accelerator(device)
+    with count_live_bytes("cpu") if on_cpu else nullcontext() as live:
+        loss = step()
+    if not on_cpu:
+        reset_peak(device)
+    step_ms = []
+    for _ in range(1 if arguments["tokens"] > 64 * K else 2):
+        synchronize(device)
+        begin = time.perf_counter()
+        step()
+        synchronize(device)
+        step_ms.append(1e3 * (time.perf_counter() - begin))
+    peak = live.peak if live is not None else peak_bytes(device)
+    depth = read_config(arguments["model"]).num_hidden_layers
+    return {"ran": ran, "step_ms": step_ms, "peak_gib": peak / GIB, "loss": loss.item(), "layers_of_model": depth}
+
+
+def compare_gradients(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The gradients of one method beside those of Transformers, on the same model and batch.
+
+    Args:
+        arguments: as of :func:`measure_steps`.
+
+    Returns:
+        ``gradient_difference``, ``|method - transformers| / |transformers|`` of the ``worst`` weight; ``ran``.
+    """
+    model, batch, _ = _build({**arguments, "method": "transformers"})
+    model(**batch, use_cache=False).loss.backward()
+    weights = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    expected = {name: weight.grad for name, weight in weights.items()}
+    model.zero_grad(set_to_none=True)
+    empty_cache()
+    ran = install_step(model, step_method(arguments["method"]), arguments["tokens"], use_liger_kernels)
+    model(**batch, use_cache=False).loss.backward()
+    off = {name: _difference(weight.grad, expected[name]) for name, weight in weights.items()}
+    worst = max(off, key=lambda name: off[name])
+    return {"gradient_difference": off[worst], "worst": worst, "ran": ran}
+
+
+def _difference(gradient: Tensor | None, expected: Tensor | None) -> float:
+    if gradient is None or expected is None:
+        return float("inf")
+    difference = ((gradient.float() - expected.float()).norm() / expected.float().norm()).item()
+    return difference if difference == difference else float("inf")
+
+
+def _build(arguments: dict[str, Any]) -> tuple[Any, dict[str, Tensor], str]:
+    """Model and batch, the same for every method."""
+    torch.manual_seed(0)
+    config = read_config(arguments["model"])
+    model = build_model(config, arguments["layers"], arguments["lora"], arguments["device"])
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, config.vocab_size, (1, arguments["tokens"]), generator=generator).to(arguments["device"])
+    ran = install_step(model, step_method(arguments["method"]), arguments["tokens"], use_liger_kernels)
+    return model, {"input_ids": ids, "labels": ids}, ran
+
+
+def table(rows: Sequence[Row], train: str, tokens: int, ceilings: Row) -> str:
+    """One setting: medians of all turns."""
+    lines = [
+        "", f"Steps, {train}, {tokens:,} tokens:", "",
+        "| method | ms a layer | ms of the rest | floor of a layer, of the rest | peak GiB | tokens/s, all layers | "
+        "gradient difference |",
+        "|---|---|---|---|---|---|---|",
+    ]  # fmt: skip
+    turns = [row for row in rows if row["kind"] == f"steps, {train}" and row["tokens"] == tokens]
+    off = {
+        row["method"]: f"{row['gradient_difference']:.1e}"
+        for row in rows if row["kind"] == f"gradients, {train}" and "gradient_difference" in row
+    }  # fmt: skip
+    for method in dict.fromkeys(row["method"] for row in turns):
+        own = [row for row in turns if row["method"] == method]
+        error = next((row["error"] for row in own if "error" in row), None)
+        times = [[ms for row in own if row["layers"] == layers for ms in row.get("step_ms", ())] for layers in LAYERS]
+        if error is not None or not all(times):
+            lines.append(f"| {method} | {error or 'not measured'} | | | | | |")
+            continue
+        fewer, more = map(statistics.median, times)
+        layer = (more - fewer) / (LAYERS[1] - LAYERS[0])
+        rest = fewer - LAYERS[0] * layer
+        speed = tokens / (rest + own[0]["layers_of_model"] * layer) * 1e3
+        peak = max(row["peak_gib"] for row in own)
+        lines.append(f"| {method} | {layer:,.1f} | {rest:,.1f} | {_floor(own[0], ceilings)} | {peak:.2f} | "
+                     f"{speed:,.0f} | {off.get(method, '')} |")  # fmt: skip
+    return "\n".join(lines)
+
+
+def _floor(row: Row, ceilings: Row) -> str:
+    """Milliseconds of products and attention kernels at the ceilings of this run, under checkpoints.
+
+    Every product of a layer once more but the last, attention once.
+    """
+    attention = ceilings.get("attention", {}).get("chosen", {})
+    if "gemm_tflops" not in ceilings or "forward_tflops" not in attention:
+        return ""
+    config, tokens = read_config(row["model"]), row["tokens"]
+    width, heads = config.hidden_size, config.num_attention_heads
+    head = getattr(config, "head_dim", None) or width // heads
+    mlp = width * config.intermediate_size
+    weights = 2 * width * head * (heads + config.num_key_value_heads) + 3 * mlp
+    passes = 3 if row["lora"] else 4  # forward, recompute, the input's gradient, the weights'
+    products = 2 * tokens * (passes * weights - mlp) / ceilings["gemm_tflops"]
+    causal = 2 * tokens**2 * heads * head
+    kernels = causal / attention["forward_tflops"] + 2.5 * causal / attention["backward_tflops"]
+    rest = 2 * tokens * (passes - 1) * width * config.vocab_size / ceilings["gemm_tflops"]
+    return f"{(products + kernels) / 1e9:,.1f}, {rest / 1e9:,.1f}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

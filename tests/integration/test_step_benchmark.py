@@ -1,0 +1,72 @@
+"""benchmarks/step.py on the CPU, tiny: its jobs, its table, and that a method that fails leaves the others alone."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from step import TINY, compare_gradients, measure_steps, table
+
+JOB = {"model": str(TINY), "device": "cpu", "layers": 2, "tokens": 256, "lora": 4}
+
+
+@pytest.mark.parametrize("lora", [0, 4])
+@pytest.mark.parametrize("method", ["seqtile", "seqtile+attention-saved"])
+def test_gradients_of_ours_are_transformers(method: str, lora: int) -> None:
+    itself = compare_gradients({**JOB, "lora": lora, "method": "transformers"})
+    ours = compare_gradients({**JOB, "lora": lora, "method": method})
+    assert itself["gradient_difference"] == 0.0
+    assert 0 < ours["gradient_difference"] < 2**-5  # a few roundings to bf16, 2**-9 each
+    assert "tiled 2 of 2 MLPs" in ours["ran"]
+
+
+def test_a_step_is_measured() -> None:
+    row = measure_steps({**JOB, "method": "seqtile"})
+    assert len(row["step_ms"]) == 2
+    assert row["peak_gib"] > 0
+    assert row["layers_of_model"] == json.loads((TINY / "config.json").read_text())["num_hidden_layers"]
+
+
+def test_the_table_takes_layers_and_the_rest_apart() -> None:
+    base = {
+        "kind": "steps, lora",
+        "tokens": 1000,
+        "layers_of_model": 10,
+        "peak_gib": 1.0,
+        "lora": 4,
+        "model": str(TINY),
+    }
+    rows = [
+        {**base, "method": "ours", "layers": 2, "step_ms": [50.0, 52.0, 54.0]},
+        {**base, "method": "ours", "layers": 4, "step_ms": [72.0]},
+        {**base, "method": "peer", "layers": 2, "error": "out of memory"},
+        {"kind": "gradients, lora", "method": "ours", "gradient_difference": 0.002},
+    ]
+    text = table(rows, "lora", 1000, {})
+    assert "| ours | 10.0 | 32.0 |  | 1.00 | 7,576 | 2.0e-03 |" in text  # 1000 tokens in 32 + 10 * 10 ms
+    assert "| peer | out of memory |" in text
+
+
+@pytest.mark.slow
+def test_the_command_goes_on_after_a_method_that_fails(tmp_path: Path) -> None:
+    command = [
+        sys.executable, "benchmarks/step.py", "--device", "cpu", "--smoke", "--methods", "liger", "seqtile", "--train",
+        "lora", "--rounds", "1", "--out", str(tmp_path),
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    [file] = tmp_path.glob("step-smoke-*.jsonl")
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    steps = {row["method"]: row for row in rows if row["kind"] == "steps, lora"}
+    assert "error" in steps["liger"]  # Triton has no driver on a CPU
+    assert steps["seqtile"]["layers"] == 4
+    assert {row["way"] for row in rows if row["kind"] == "loss" and "ms" in row} >= {"seqtile, scalar loss"}
+
+
+def test_without_an_accelerator_it_says_so() -> None:
+    command = [sys.executable, "benchmarks/step.py", "--device", "cpu", "--out", "nowhere"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "--smoke" in done.stderr
