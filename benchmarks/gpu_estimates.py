@@ -42,8 +42,11 @@ from seqtile.counting import count_live_bytes
 from seqtile.counting.fake import fake_tensors, make_fake
 from seqtile.counting.watch import Watch, name_of, tensors_in
 from seqtile.ops import mlp_tile, pointwise
+from seqtile.ops.grad_accumulator import as_on_an_accelerator
 from seqtile.ops.kernels import Kernel, Kernels
-from seqtile.planner.fake_step import _sized_for, prepare_optimizer, update
+from seqtile.ops.lm_loss import row_kernels
+from seqtile.planner.accelerator_functions import accelerator_functions
+from seqtile.planner.fake_step import prepare_optimizer, update
 from seqtile.planner.model_shapes import read_config
 from seqtile.planner.step_config import make_optimizer
 from seqtile.tiling import BlockShape
@@ -359,15 +362,19 @@ def _shape_on_a_gpu(*args: Any, **kwargs: Any) -> BlockShape:
 def _as_on_a_gpu(record: Record, *, norms: bool = True) -> Iterator[None]:
     """Inside, fake tensors on the CPU run what an accelerator runs, and our compiled kernels are counted."""
     with ExitStack() as stack:
-        stack.enter_context(_sized_for("cuda"))
+        stack.enter_context(as_on_an_accelerator())
+        stack.enter_context(accelerator_functions())
+        # A plan leaves the head's kernels out, as they hold no memory.
+        stack.enter_context(patch.object(row_kernels, "accelerator_meant", lambda: False))
         stack.enter_context(patch.object(mlp_tile, "pointwise_on", lambda device: pointwise.COMPILED))
         stack.enter_context(patch.object(Kernels, "ran", KernelCounts(record).ran))
         for name, module in list(sys.modules.items()):
             if not name.startswith("seqtile."):
                 continue
-            if hasattr(module, "BY_DEVICE") and (norms or "norm" not in name):
-                stack.enter_context(patch.dict(module.BY_DEVICE))
-                module.BY_DEVICE.pop("cpu", None)  # the kernels of every device that it does not name
+            for table in (value for key, value in vars(module).items() if key.endswith("BY_DEVICE")):
+                if norms or "norm" not in name:
+                    stack.enter_context(patch.dict(table))
+                    table.pop("cpu", None)  # the kernels of every device that it does not name
             if hasattr(module, "BlockShape"):
                 stack.enter_context(patch.object(module, "BlockShape", _shape_on_a_gpu))
         yield

@@ -54,6 +54,13 @@ def test_kernels_that_cannot_run_here_are_counted() -> None:
     assert liger["liger cross_entropy"].nbytes == 3 * 2 * TOKENS * config.vocab_size
     assert liger["liger rope"].launches == 3  # forward, recompute, backward
 
+    ours = record_step("seqtile", TOKENS, 1, 0, model=TINY).operations
+    logits = 2 * TOKENS * config.vocab_size
+    assert logits <= ours["compiled write_losses"].nbytes < 1.1 * logits  # read once
+    assert 2 * logits <= ours["compiled write_gradient"].nbytes < 2.2 * logits  # read, and written over
+    assert ours["compiled rotary"].launches == 6  # queries and keys: forward, recompute, backward
+    assert "compiled norm_forward" in ours
+
     layer = record_layer("fused", 2048, 256, 512, 512)
     gate = 2 * 512 * 512  # bytes of one tile's gate
     forward, backward = layer.operations["compiled _forward_kernel"], layer.operations["compiled _backward_kernel"]
