@@ -16,8 +16,10 @@ from seqtile.blocks.instance import Installed
 from seqtile.blocks.norms_and_projections import adapted_since, norms_by_kernel
 from seqtile.checkpointing.keep_attention import wide_heads
 from seqtile.checkpointing.reentrant import is_reentrant, shares_keys
+from seqtile.devices import device_type
 from seqtile.headwise.install_heads import rotary_by_kernel
 from seqtile.install.loss_and_checkpoints import attention_runs_twice, rest_notes
+from seqtile.ops import norm, rotary
 from seqtile.ops.attention.backends import attention_sentences, rotary_sentences
 from seqtile.recognise.candidates import Left
 from seqtile.recognise.known_kernels import parts_by_liger
@@ -170,10 +172,12 @@ class Report(PrintsAsSentence):
         tiles = " or ".join(dict.fromkeys(block.tile for block in self.blocks))
         paths = " and ".join(dict.fromkeys(block.path for block in self.blocks))
         rows = self.rows and f"{self.rows} in tiles of their own"
-        rotary = 0 if (model := self._model()) is None else rotary_by_kernel(model)
-        counts = ((self.norms, "other norms"), (rotary, "rotary embeddings"))
-        kernels = " and ".join(f"{count} {what}" for count, what in counts if count)
-        kernels = kernels and f"{kernels} as one kernel each on accelerators"
+        here, counts, model = device_type(), list[str](), self._model()
+        if self.norms and norm.BY_DEVICE.get(here, norm.NORM_KERNELS) is not None:
+            counts.append(f"{self.norms} other norms")
+        if model is not None and rotary.ROTARY_BY_DEVICE.get(here, rotary.ROTARY_KERNELS) is not None:
+            counts += [f"{count} rotary embeddings"] if (count := rotary_by_kernel(model)) else []
+        kernels = f"{' and '.join(counts)} as one kernel each" if counts else ""
         done = [text for text in (kernels, rows, self.heads, self.state, self.loss, self.checkpointing) if text]
         if not self.blocks and not done and self.left:
             first, others = self.left[0], len(self.left) - 1
