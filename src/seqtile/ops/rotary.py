@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from seqtile.counting.fake import PLAIN
-from seqtile.ops.kernels import Kernel, Kernels, only_compiled, wide
+from seqtile.ops.kernels import Kernel, Kernels, as_constant, only_compiled, wide
 from seqtile.ops.token_tiles import refuse_second_derivative
 
 
@@ -48,11 +48,11 @@ class RotaryKernels:
 
 
 def _build_rotary(width: int, backward: bool) -> Kernel:
-    formula = plain_gradient if backward else plain_rotary
+    formula, constant = plain_gradient if backward else plain_rotary, as_constant(width)
 
     def rotary(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
         only_compiled()
-        assert x.shape[-1] == width, "one kernel for each width, of any number of rows"
+        assert x.shape[-1] == int(constant), "one kernel for each width, of any number of rows"
         out.copy_(formula(wide(x), wide(cos), wide(sin)))
 
     return rotary
