@@ -2,6 +2,7 @@
 
     python benchmarks/gpu_estimates.py                          # the tables of docs/gpu-estimates.md
     python benchmarks/gpu_estimates.py --compare                # the rows that were measured, beside their estimates
+    python benchmarks/gpu_estimates.py --loss                   # the loss table of step.py
     python benchmarks/gpu_estimates.py --step --method seqtile+attention-saved --tokens 32768 --layers 4 --lora 16
 
 Nothing runs on a GPU here. ``--step`` is one training step of Llama-8B's shape in bf16 (forward, backward, clipping,
@@ -54,6 +55,7 @@ from seqtile.tiling import BlockShape
 HIDDEN, INTERMEDIATE = 4096, 14336
 TILE = 8192
 GIB = 2**30
+LOSS = (16_384, 2048, 248_320)
 TOKENS = (8192, 32768, 131072, 262144)
 METHODS = ("untiled", "tile-checkpoint", "generic", "fused")
 MEASURED = Path(__file__).parent / "results" / "h100-20261126.jsonl"
@@ -415,6 +417,32 @@ def record_step(method: str, tokens: int, layers: int, lora: int, *, model: str 
     return record
 
 
+def record_loss(way: str, tokens: int, hidden: int, vocabulary: int) -> Record:
+    """Head and loss, forward and backward, recorded.
+
+    Args:
+        way: ``"full logits"``, ``"liger"`` or ``"seqtile"``.
+        tokens: of the row.
+        hidden: width of a state.
+        vocabulary: rows of the head.
+    """
+    record = Record()
+    with fake_tensors(), _as_on_a_gpu(record):
+        states = torch.empty(tokens, hidden, dtype=torch.bfloat16, requires_grad=True)
+        weight = torch.empty(vocabulary, hidden, dtype=torch.bfloat16, requires_grad=True)
+        labels = torch.zeros(tokens, dtype=torch.long)
+        with count_live_bytes("cpu") as live, Watch(record.see):
+            if way == "liger":
+                loss = _FusedLoss.apply(states, weight, labels, record)  # type: ignore[no-untyped-call]
+            elif way == "seqtile":
+                loss = seqtile.linear_cross_entropy(states, weight, labels)
+            else:
+                loss = F.cross_entropy(F.linear(states, weight).float(), labels)
+            torch.autograd.grad(loss, (states, weight))
+    record.peak = live.peak
+    return record
+
+
 def record_layer(
     method: str, tokens: int, hidden: int, intermediate: int, tile: int, *, norms: bool = True, train: str = "full"
 ) -> Record:
@@ -457,6 +485,7 @@ def main() -> int:
     options.add_argument("--list", action="store_true", help="each operation of the fused layer")
     options.add_argument("--compare", action="store_true", help=f"the rows of {MEASURED.name} beside their estimates")
     options.add_argument("--step", action="store_true", help="a training step, and its heaviest operations")
+    options.add_argument("--loss", action="store_true", help=f"head and loss of {LOSS} tokens, width and vocabulary")
     options.add_argument("--method", default="seqtile", help="of the step; see methods.py")
     options.add_argument("--layers", type=int, default=4, help="of the step")
     options.add_argument("--lora", type=int, default=0, help="rank of the step's adapters; 0 trains all weights")
@@ -468,6 +497,9 @@ def main() -> int:
     try:
         if asked.compare:
             print_comparison()
+        elif asked.loss:
+            for way in ("full logits", "liger", "seqtile"):
+                print_operations(f"{way}, {LOSS}", record_loss(way, *LOSS), asked.top)
         elif asked.step:
             for tokens in asked.tokens or (32768,):
                 step = record_step(asked.method, tokens, asked.layers, asked.lora, model=asked.model)

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from gpu_estimates import MEASURED, PRODUCTS, RATES, Record, estimate_measured, record_layer, record_step
+from gpu_estimates import MEASURED, PRODUCTS, RATES, Record, estimate_measured, record_layer, record_loss, record_step
 from methods import step_method
 from seqtile._errors import UserError
 from seqtile.planner.model_shapes import read_config
@@ -66,6 +66,16 @@ def test_kernels_that_cannot_run_here_are_counted() -> None:
     forward, backward = layer.operations["compiled _forward_kernel"], layer.operations["compiled _backward_kernel"]
     assert (forward.launches, forward.nbytes) == (4, 4 * 3 * gate)
     assert (backward.launches, backward.nbytes) == (4, 4 * 6 * gate)  # gate, up and gradient in, three buffers out
+
+
+def test_a_loss_is_three_products_and_three_passes() -> None:
+    product, logits = 2 * TOKENS * 128 * 4096, 2 * TOKENS * 4096
+    for way in ("full logits", "liger", "seqtile"):
+        assert products_of(record_loss(way, TOKENS, 128, 4096)) == 3 * product
+    for way, kernel in (("liger", "liger"), ("seqtile", "compiled")):
+        operations = record_loss(way, TOKENS, 128, 4096).operations
+        passes = sum(total.nbytes for name, total in operations.items() if name.startswith(kernel))
+        assert 3 * logits <= passes < 3.1 * logits
 
 
 def test_attention_saved_runs_one_forward_a_layer() -> None:
