@@ -318,11 +318,12 @@ def find_planned_device(model: nn.Module, device: str | torch.device | None, pro
         UserError: no such device, or the system does not report its memory.
     """
     if isinstance(device, str):
+        device_name_or_size = device
         try:
-            device = torch.device(device)
+            device = torch.device(device_name_or_size)
         except RuntimeError:
-            preset = find_device(device)
-            return preset, "cuda" if device.strip().lower() in DEVICES else device_type()
+            preset = find_device(device_name_or_size)
+            return preset, "cuda" if preset.name in DEVICES else device_type()
     if device is None:
         device = next((weight.device for weight in model.parameters()), torch.device("cpu"))
         if device.type in ("cpu", "meta"):  # which a trainer moves to the accelerator
