@@ -228,7 +228,7 @@ def test_the_recipe_keeps_attention_and_offloads(directory: Path, tmp_path: Path
     if tiled:
         assert "attention's output kept" in str(runs["kept"].tiling)
     for wrong, words in (
-        ({"offload": "much"}, "expected true, false or a bound"),
+        ({"offload": "much"}, "expected True, False or a bound"),
         ({"checkpoint": "none", "offload": True}, "drop one of the two"),
     ):
         with pytest.raises(seqtile.UserError, match=words):
