@@ -22,9 +22,9 @@ from seqtile.devices import (
 if TYPE_CHECKING:
     from seqtile.cli.doctor_checks import FeatureResult
 
-CORE = ("torch", "transformers", "accelerate", "typer", "pydantic", "rich")
+CORE = ("torch", "transformers")
 EXTRAS = {
-    "train": ("trl", "datasets", "peft", "matplotlib"),
+    "train": ("accelerate", "trl", "datasets", "peft", "matplotlib"),
     "deepspeed": ("deepspeed",),
     "liger": ("liger_kernel",),
 }
@@ -92,7 +92,7 @@ def _run_features() -> list[FeatureResult]:
     device = accelerator() or torch.device("cpu")
     print(f"A step of a tiny model on {device.type}, beside the untiled one:")
     results = []
-    with log_level("seqtile", logging.ERROR):
+    with log_level("seqtile", logging.ERROR), log_level("transformers", logging.ERROR):
         for result in run_features(device):
             print(f"  {result.name:20} {result}", flush=True)
             results.append(result)
