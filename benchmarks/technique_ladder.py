@@ -165,7 +165,7 @@ def _costs(planner: Planner, tokens: int, efficiency: float) -> Row:
     speed = planner.request.device.tflops
     return {
         "tflop_per_token": work.total / each / 1e12,
-        "device_us_per_token": None if speed is None else 1e6 * work.seconds(speed, 1, efficiency) / each,
+        "device_us_per_token": None if speed is None else work.total / (1e6 * speed * efficiency) / each,
     }
 
 

@@ -942,3 +942,27 @@ def test_named_shapes_have_the_published_size(name: str, billions: float) -> Non
     model.tie_weights()  # Transformers 5.0 leaves weights on the meta device untied
     assert sum(weight.numel() for weight in model.parameters()) / 1e9 == pytest.approx(billions, rel=0.005)
     assert name in NAMED
+
+
+@pytest.mark.parametrize(
+    ("layers", "tokens", "changes", "measured"),
+    [
+        (4, 32_768, {"lora": Lora(16)}, 0.854),
+        (4, 32_768, {"lora": Lora(16), "checkpoint": "attention-saved"}, 0.796),
+        (4, 32_768, {"lora": Lora(16), "checkpoint": "attention-saved", "liger": True}, 0.742),
+        (2, 32_768, {"lora": Lora(16)}, 0.521),
+        (4, 32_768, {}, 0.972),
+        (4, 32_768, {"checkpoint": "attention-saved"}, 0.906),
+        (32, 131_072, {"lora": Lora(16), "liger": True}, 51.7),
+    ],
+)
+def test_a_step_takes_the_seconds_that_an_h100_took(
+    layers: int, tokens: int, changes: dict[str, Any], measured: float
+) -> None:
+    """One NVIDIA H100 80GB HBM3, torch 2.11, Llama-8B in bf16, one row; the last with Liger's norms and rope."""
+    config = read_config("llama-8b")
+    config.num_hidden_layers = layers
+    h100 = find_device("h100")
+    planner = Planner(changed(Request("llama-8b", config, h100, precision="bfloat16"), **changes))
+    assert h100.tflops is not None
+    assert planner.work(tokens).seconds(h100.tflops, 1) == pytest.approx(measured, rel=0.1)

@@ -17,7 +17,6 @@ from seqtile.devices import GIB
 from seqtile.options import to_flag
 from seqtile.planner.estimate import Bounds, Estimate, Saving
 from seqtile.planner.explain import NextSetting, explain, not_modelled, recipe, recipe_lacks
-from seqtile.planner.flops import EFFICIENCY
 from seqtile.planner.memory_plan import SPLITS, Planner
 from seqtile.planner.model_shapes import NAMED, beyond_positions
 from seqtile.planner.request import Request
@@ -127,8 +126,8 @@ def _print_verdict(
     attention_share = work.attention / work.total
     line = f"One step of {rows}: {work.total:.3g} floating-point operations, {attention_share:.0%} attention"
     if request.device.tflops is not None:
-        seconds = work.seconds(request.device.tflops, request.split)
-        line += f"; about {_time(seconds)} at {EFFICIENCY:.0%} of {request.device.tflops:g} TFLOPS (assumed)"
+        seconds, share = work.seconds(request.device.tflops, request.split), work.efficiency(request.device.tflops)
+        line += f"; an estimate of {_time(seconds)}, {share:.0%} of {request.device.tflops:g} TFLOPS"
     console.print(line + ".")
     if moved := bytes_between_nodes(request, planner.counts, estimate.tokens):
         console.print(f"Between nodes a step moves {_traffic(moved, request.node_link, 'each')}.")
@@ -209,7 +208,7 @@ def print_object(
         "inside_a_node_seconds": None if request.device_link is None else sum(inside.values()) / request.device_link,
         "flops": work.total,
         "step_seconds": None if tflops is None else work.seconds(tflops, request.split),
-        "efficiency": EFFICIENCY,
+        "efficiency": None if tflops is None else work.efficiency(tflops),
         "notes": [*planner.notes(), *beyond_positions(request.model, estimate.tokens)],
         "not_modelled": not_modelled(request, estimate),
         "command": start_command(request, recipe_file),
