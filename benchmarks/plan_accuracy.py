@@ -10,8 +10,8 @@ Run it from the repository::
     python benchmarks/plan_accuracy.py --plan              # the plan again, beside what was measured; --hybrid too
 
 Measured is what PyTorch's allocator reports through ``torch.profiler`` (``profile_memory=True``), from before the model
-is made to the end of its second step, at its highest within that step. Predicted comes from fake runs at other lengths
-and depths than the cell's. Nothing is fitted to a measurement.
+is made to the end of its second step, at its highest within that step. Predicted comes from fake runs at other depths
+than the cell's, and at lengths of whole tiles. Nothing is fitted to a measurement.
 """
 
 from __future__ import annotations

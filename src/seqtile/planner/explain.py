@@ -13,7 +13,8 @@ from seqtile.options import DEFAULTS, WRITTEN
 from seqtile.planner.estimate import Estimate
 from seqtile.planner.kinds import step_kinds_of
 from seqtile.planner.live_at_peaks import CHECKPOINTS, KEPT, KEPT_TILES
-from seqtile.planner.memory_plan import Planner
+from seqtile.planner.memory_plan import LONGEST, Planner
+from seqtile.planner.model_shapes import max_positions
 from seqtile.planner.request import Request
 from seqtile.planner.step_config import Grpo, Lora
 from seqtile.planner.techniques import (
@@ -97,6 +98,8 @@ def next_step(planner: Planner, longest: int) -> NextSetting | None:
     """The setting that buys most, cheap ones first where they at least double the length; None if none buys any."""
     best: NextSetting | None = None
     request = planner.request
+    if longest >= (max_positions(request.config) or LONGEST):
+        return None
     for technique in proposals(planner):
         if technique is MINIMAL_MEMORY and best is not None:
             break  # many small kernels, and fake runs of many operators: for where nothing else is left

@@ -7,9 +7,8 @@ peak of the step is the highest of these lines.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from seqtile.options import changed
@@ -19,7 +18,7 @@ from seqtile.planner.live_at_peaks import KEPT_TILES, Workspace
 from seqtile.planner.phases import Phase
 from seqtile.planner.step_config import Setup
 from seqtile.planner.step_kind import Terms
-from seqtile.planner.tile_choice import kept_share, largest_tile, other_lengths, resolve_tiles
+from seqtile.planner.tile_choice import kept_share, largest_tile, resolve_tiles, sample_lengths
 
 Points = Mapping[int, Mapping[Phase, Terms]]
 """By length what the parts of a step hold."""
@@ -32,7 +31,7 @@ class Lines:
     Attributes:
         points: by length what a fake run's parts held.
         square: whether a ``[tokens, tokens]`` tensor was seen.
-        kept_points: where some tiles are kept and some are not, the same with every tile kept; ``points`` have one.
+        kept_points: where some tiles are kept and some are not, the same with every tile kept; ``points`` have none.
     """
 
     points: Points = field(repr=False)
@@ -75,17 +74,14 @@ def fit_lines(
 ) -> Lines:  # fmt: skip
     """Run the step on fake tensors at two of ``lengths``, and at all where a ``[tokens, tokens]`` tensor is seen.
 
-    ``setup`` is resolved; where it keeps some tiles, the runs keep one.
+    ``setup`` is resolved and keeps no tile or every one.
     """
     points: dict[int, Mapping[Phase, Terms]] = {}
     square = True  # at one length alone it may be a weight that is as wide
     for length in lengths:
         if len(points) == 2 and not square:
             break
-        kept_tile = setup
-        if 0 < float(setup.options.keep) < 1 and isinstance(setup.options.tile, int):
-            kept_tile = changed(setup, keep=1 / math.ceil(length * setup.batch / setup.options.tile))
-        runs = [fake_step(config, kept_tile, length, workspace, sample) for sample in depths.samples]
+        runs = [fake_step(config, setup, length, workspace, sample) for sample in depths.samples]
         square &= any(run.square for run in runs)
         points[length] = depths.whole_model([{phase: peak.terms for phase, peak in run.peaks.items()} for run in runs])
     return Lines(points, square)
@@ -97,17 +93,20 @@ def fit_for(config: Any, setup: Setup, depths: Depths, tokens: int, workspace: W
     window = getattr(text, "sliding_window", None) or 0
     # In two tiles experts hold more than in three, as no tile is in between.
     fewest = 3 if experts_of(text) else 2
-    keep, lengths = float(setup.options.keep), other_lengths(setup, tokens, window, fewest)
-    lines = fit_lines(config, setup, depths, lengths, workspace)
-    if not 0 < keep < 1:
-        return lines
-    kept = fit_lines(config, changed(setup, keep=1.0), depths, lengths, workspace)
-    return Lines(lines.points, lines.square, kept.points)
+    return fit_lines(config, setup, depths, sample_lengths(setup, tokens, window, fewest), workspace)
+
+
+def with_kept_tiles(setup: Setup, fit: Callable[[Setup], Lines]) -> Lines:
+    """What ``fit`` finds for a resolved setup; where some tiles are kept, for none and for all of them."""
+    if not 0 < float(setup.options.keep) < 1:
+        return fit(setup)
+    lines = fit(changed(setup, keep=0.0))
+    return replace(lines, kept_points=fit(changed(setup, keep=1.0)).points)
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """The peak of one step, from fake runs at other lengths and depths.
+    """The peak of one step, from fake runs at a few lengths and depths.
 
     Attributes:
         parts: for each part of the step what it holds at its peak, in bytes, by what they are for.
@@ -149,5 +148,5 @@ def predict(config: Any, setup: Setup, tokens: int, *, workspace: Workspace | No
     tile = largest_tile(built, setup, tokens * setup.batch, device_type) if setup.options.tiled else None
     keep = kept_share(built, setup, tokens * setup.batch, device_type, depths)
     resolved = resolve_tiles(changed(setup, keep=keep), tokens * setup.batch, tile)
-    lines = fit_for(config, resolved, depths, tokens, workspace)
+    lines = with_kept_tiles(resolved, lambda setup: fit_for(config, setup, depths, tokens, workspace))
     return Prediction(lines.at(tokens, keep=keep), tuple(lines.points), depths, resolved, lines.square)

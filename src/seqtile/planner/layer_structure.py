@@ -62,18 +62,21 @@ class LayerSample:
 class Depths:
     """Which layers fake runs have, and how the whole model follows from them.
 
-    The first sample has the first layer of each kind and then the last of each; every further one has a layer of one
-    more kind in the middle, the kinds in order. What that layer adds to a part of the step depends on the side only:
-    behind the layer that runs, as the first ones see it, or before it, as the last ones do.
+    The first sample has the first layer of each kind and then the last of each; every further one has one more layer in
+    the middle. What that layer adds to a part of the step depends on the side only: behind the layer that runs, as the
+    first ones see it, or before it, as the last ones do. Kinds with the same modules and shapes, whose attention reads
+    windows of different sizes, add the same and share a sample.
 
     Attributes:
         kinds: the kind of each decoder layer of the whole model, as a number.
         samples: the layers of each fake run; a single one with all layers where leaving some out would save nothing,
             or where layers share weights.
+        sample_of_kind: for each kind the number of the sample that has one more layer like it.
     """
 
     kinds: tuple[int, ...]
     samples: tuple[LayerSample, ...]
+    sample_of_kind: tuple[int, ...] = ()
 
     @property
     def layers(self) -> int:
@@ -91,7 +94,7 @@ class Depths:
         Of the decoder layers the first, the second and the last of each kind have an entry: what a part holds grows
         or falls from layer to layer, and nothing comes before the first one.
         """
-        base, *longer = runs
+        base, longer = runs[0], [runs[sample] for sample in self.sample_of_kind]
         if not longer:
             return dict(base)
         width = len(longer)
@@ -158,14 +161,14 @@ def find_depths(config: Any, model: nn.Module) -> Depths:
         )
     types = list(getattr(config.get_text_config(), "layer_types", None) or ())
     modules = [model.get_submodule(layer.name) for layer in layers]
-    signs = [_signature(module) for module in modules]
-    if len(types) == len(signs):
-        signs = list(zip(signs, types, strict=True))
+    structures: list[Any] = [_signature(module) for module in modules]
+    signs = list(zip(structures, types, strict=True)) if len(types) == len(structures) else structures
     first = {sign: number for number, sign in reversed(list(enumerate(signs)))}
     last = {sign: number for number, sign in enumerate(signs)}
     beginning, end = sorted(first.values()), sorted(last.values())
     kinds = tuple(beginning.index(first[sign]) for sign in signs)
-    samples = [(*beginning, *end), *((*beginning, number, *end) for number in beginning)]
+    added = [number for number in beginning if structures.index(structures[number]) == number]
+    samples = [(*beginning, *end), *((*beginning, number, *end) for number in added)]
     weights = [{id(weight) for weight in module.parameters()} for module in modules]
     shared = sum(map(len, weights)) != len(set().union(*weights))
     # Modules whose configuration differs by layer hold copies of it, which do not follow a layer to another place.
@@ -173,7 +176,11 @@ def find_depths(config: Any, model: nn.Module) -> Depths:
     if sum(map(len, samples)) > len(signs) or shared or _layer_list(layers) is None:
         every = tuple(range(len(signs)))
         return Depths(kinds, (LayerSample(every, every),))
-    return Depths(kinds, tuple(LayerSample(sample, tuple(first[signs[n]] for n in sample)) for sample in samples))
+    return Depths(
+        kinds,
+        tuple(LayerSample(sample, tuple(first[signs[n]] for n in sample)) for sample in samples),
+        tuple(1 + added.index(structures.index(structures[number])) for number in beginning),
+    )
 
 
 @dataclass(frozen=True)
@@ -215,7 +222,7 @@ class Counts:
 
 def count_layers(depths: Depths, counts: Sequence[Counts]) -> Counts:
     """Sizes of the whole model from those of the samples: every further layer of a kind adds the same."""
-    ends, *longer = counts
+    ends, longer = counts[0], [counts[sample] for sample in depths.sample_of_kind]
     return replace(ends, layers=depths.layers, **{
         name: getattr(ends, name) + sum(
             (depths.kinds.count(layer_kind) - 2) * (getattr(more_layers, name) - getattr(ends, name))

@@ -12,7 +12,7 @@ from seqtile._errors import UserError
 from seqtile.engines.sequence_parallel import refuse_split_states, why_no_ring
 from seqtile.options import changed
 from seqtile.planner.estimate import Bounds, Estimate, Saving
-from seqtile.planner.extrapolate import Lines, fit_for
+from seqtile.planner.extrapolate import Lines, fit_for, with_kept_tiles
 from seqtile.planner.fake_step import build, build_bare, build_weights
 from seqtile.planner.flops import Work, count_work
 from seqtile.planner.kernel_workspace import cpu_workspace, flash2_workspace, flash3_workspace
@@ -46,8 +46,8 @@ SHORT = 128
 MOST_FITS = 6
 """Lengths that a search makes fake runs for: each has tiles of its own, which move what fits."""
 
-SAME_TILES = 0.05
-"""Tiles that differ by less are taken for the same: an MLP's working set is a hundredth of a device."""
+SAME_TILES = 0.005
+"""Share of a device's memory by which tiles may differ and be taken for the same: less than the bounds of a plan."""
 
 WORTH = 0.03
 """Share of a step that keeping attention's output must save to be chosen: below, a step varies by as much anyway."""
@@ -190,17 +190,32 @@ class Planner:
 
     def lines(self, tokens: int) -> Lines:
         """What the step holds by tokens per rank, from fake runs with about the tiles of ``tokens``."""
-        resolved, local = self.resolved(tokens), self.local(tokens)
+        return with_kept_tiles(self.resolved(tokens), lambda resolved: self._fit(resolved, self.local(tokens)))
+
+    def _fit(self, resolved: Setup, local: int) -> Lines:
+        """Lines of a resolved setup that keeps no tile or all of them."""
         window = getattr(self.request.config.get_text_config(), "sliding_window", None) or 0
         for setup, length, lines in self._lines:
             # Of untiled steps the runs are shares of the length; a window's mask is in longer sequences only.
             is_near = resolved.options.tiled or resolved.options.loss or length / 2 <= local <= 2 * length
             is_near = is_near and (length > window) == (local > window)
-            if is_near and _about_alike(setup, resolved):
+            if is_near and self._about_alike(setup, resolved):
                 return lines
         lines = fit_for(self.request.config, resolved, self.depths, local, self.workspace)
         self._lines.append((resolved, local, lines))
         return lines
+
+    def _about_alike(self, setup: Setup, other_setup: Setup) -> bool:
+        """Whether two resolved setups differ in tiles only, and by little of the device's memory."""
+        tile, keep = other_setup.options.tile, float(other_setup.options.keep)
+        if changed(setup, tile=tile, loss_tile=other_setup.loss_tile, keep=keep) != other_setup:
+            return False
+        if setup.options.keep != keep and {setup.options.keep, keep} & {0.0, 1.0}:
+            return False
+        longer = abs(setup.options.tile - tile) if isinstance(setup.options.tile, int) and isinstance(tile, int) else 0
+        width = 6 * self.counts.largest_product // self.counts.hidden  # gate, up, their product, and all gradients
+        elements = longer * width + abs(setup.loss_tile - other_setup.loss_tile) * self.counts.vocabulary
+        return elements * self.setup.dtype.itemsize <= SAME_TILES * self.request.device.memory
 
     def estimate(self, tokens: int, lines: Lines | None = None) -> Estimate:
         """Memory of a step of ``tokens`` tokens per row; ``lines`` of another length save the fake runs."""
@@ -352,7 +367,7 @@ class Planner:
             length = self._furthest(lambda tokens, lines=lines: holds(self.estimate(tokens, lines)))  # type: ignore[misc]
             if length >= reference:
                 fitting = max(fitting, reference)
-            if length and _about_alike(self.resolved(reference), self.resolved(length)):
+            if length and self._about_alike(self.resolved(reference), self.resolved(length)):
                 return length, lines
             # The tiles of a long sequence are too large for a short one, which may fit where no long one does.
             if not length and (reference <= shortest or self.at_least(1) > self.request.device.memory):
@@ -412,23 +427,6 @@ class Planner:
 def _same_model(setup: Setup, other_setup: Setup) -> bool:
     """Whether models are built alike, however long their sequences are and whatever updates them."""
     return setup == replace(other_setup, optimizer=setup.optimizer, batch=setup.batch, accumulation=setup.accumulation)
-
-
-def _about_alike(setup: Setup, other_setup: Setup) -> bool:
-    """Whether two resolved setups differ in nothing but the sizes of tiles and the share that is kept, and by little.
-
-    Lines of some kept tiles go for any share of them.
-    """
-    tile, loss_tile, keep = other_setup.options.tile, other_setup.loss_tile, float(other_setup.options.keep)
-    if changed(setup, tile=tile, loss_tile=loss_tile, keep=keep) != other_setup:
-        return False
-    if setup.options.keep != keep and {setup.options.keep, keep} & {0.0, 1.0}:
-        return False
-    sizes = [(setup.loss_tile, loss_tile), (setup.options.tile, tile)]
-    return all(
-        abs(size / other_size - 1) <= SAME_TILES if isinstance(size, int) and isinstance(other_size, int) else True
-        for size, other_size in sizes
-    ) and isinstance(tile, int) == isinstance(setup.options.tile, int)
 
 
 def _named(terms: Mapping[str, float], setup: Setup) -> dict[str, float]:
@@ -507,15 +505,14 @@ def plan(request: Request, max_length: int | None = None) -> tuple[Planner, Esti
     auto = request.options.checkpoint == "auto"
     planner = Planner(changed(request, checkpoint="layer") if auto else request, max_length)
     saving = None
-    if auto and max_length is not None:
-        # A layer has some sixteen [tokens, hidden] live at once. Where those may not fit, the plain step is run first.
-        rows = planner.local(max_length) * request.batch
-        layer = 16 * rows * planner.counts.hidden * planner.setup.dtype.itemsize
-        crowded = planner.at_least(max_length) + layer > request.device.memory
-        without = planner.estimate(max_length) if crowded else None
-        planner, saving = choose_attention_saved(planner, max_length, without)
+    tokens = max_length or max_positions(request.config) or LONGEST  # of the row that should fit
+    # A layer has some sixteen [tokens, hidden] live at once. Where those may not fit, the plain step is run first.
+    layer = 16 * planner.local(tokens) * request.batch * planner.counts.hidden * planner.setup.dtype.itemsize
+    crowded = planner.at_least(tokens) + layer > request.device.memory
+    if auto and (max_length is not None or not crowded):
+        planner, saving = choose_attention_saved(planner, tokens, planner.estimate(tokens) if crowded else None)
     longest, limit = planner.longest(max_length)
-    if auto and max_length is None and longest:
+    if auto and max_length is None and longest and (saving is None or not saving.chosen):
         planner, saving = choose_attention_saved(planner, longest, planner.estimate(longest))
         if saving.chosen:  # limited by something else
             longest, limit = planner.longest()

@@ -102,8 +102,8 @@ def resolve_tiles(setup: Setup, tokens: int, tile: int | None) -> Setup:
     return changed(setup, tile=tile, loss_tile=head)
 
 
-def other_lengths(setup: Setup, tokens: int, window: int = 0, fewest: int = 2) -> tuple[int, ...]:
-    """Three lengths, none of them ``tokens``, whose tiles are as large as those of ``tokens``: multiples of a tile.
+def sample_lengths(setup: Setup, tokens: int, window: int = 0, fewest: int = 2) -> tuple[int, ...]:
+    """Three lengths whose tiles are as large as those of ``tokens``: multiples of a tile.
 
     Args:
         setup: resolved for ``tokens``.
@@ -130,5 +130,4 @@ def other_lengths(setup: Setup, tokens: int, window: int = 0, fewest: int = 2) -
         first = last * 3 // 4
     first = max(first, window // unit + 1)
     last = max(last, first + 1)
-    counts = [n for n in (first, last, last + 1, last + 2, last + 3) if n * unit != tokens]
-    return tuple(unit * n for n in counts[:3])
+    return first * unit, last * unit, (last + 1) * unit
