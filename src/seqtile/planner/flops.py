@@ -13,8 +13,9 @@ PEAK_TFLOPS = 989.0
 PRODUCTS_TFLOPS, ATTENTION_TFLOPS, COPIED_PER_SECOND = 764.0, 565.0, 2.993e12
 """Large products; cuDNN's causal attention (606 to 625 forward, 515 to 573 backward); bytes read and written."""
 
-LAYER_BYTES, LIGER_LAYER_BYTES, LOGIT_BYTES = 915, 580, 73
-"""Bytes that other kernels move for each token and feature of a layer, the same with Liger's norms, and for each logit.
+LAYER_BYTES, LOGIT_BYTES = {"kernels": 580, "pytorch": 915}, {"kernels": 8, "pytorch": 73}
+"""Bytes that other kernels move for each token and feature of a layer, and for each logit: norms, rotary embedding and
+loss by kernels of their own, or operator by operator in PyTorch.
 
 From steps of 32,768 tokens with 2 and with 4 layers, less their products and attention."""
 
@@ -74,7 +75,8 @@ def count_work(request: Request, counts: Counts, tokens: int) -> Work:
     products += scored * rows * 2 * counts.active
     of_a_head = (2.0 if counts.causal else 4.0) * tokens**2 * counts.head_width
     attention = request.batch * of_a_head * counts.heads * counts.attentions
-    layer_bytes = LIGER_LAYER_BYTES if request.liger else LAYER_BYTES
-    copied = rows * (counts.layers * counts.hidden * layer_bytes + counts.vocabulary * LOGIT_BYTES)
+    layer_bytes = LAYER_BYTES["kernels" if request.options.tiled or request.liger else "pytorch"]
+    logit_bytes = LOGIT_BYTES["pytorch" if request.options.loss is None else "kernels"]
+    copied = rows * (counts.layers * counts.hidden * layer_bytes + counts.vocabulary * logit_bytes)
     attention *= 1 + 2.5 + scored + (1 if request.options.checkpoint == "layer" else 0)
     return Work(products, attention, copied)
