@@ -662,12 +662,13 @@ def test_attention_that_cannot_be_saved_is_said(planner: Planner) -> None:
 
 def test_kept_tiles_are_counted_from_runs_that_keep_them(planner: Planner) -> None:
     request = changed(planner.request, checkpoint=None, tile=4096, keep=0.5)
-    plain, kept = Planner(changed(request, keep=0.0)), Planner(request)
+    plain, kept, full = (Planner(changed(request, keep=keep)) for keep in (0.0, 0.5, 1.0))
     assert kept.resolved(5 * 4096).options.keep == 2 / 5  # rounded down
     tokens = 2 * 4096
     held = kept.estimate(tokens).terms["kept gate and up"]
     assert held == pytest.approx(4 * 4096 * 2 * 704 * 2, rel=0.02)  # layers, tokens, gate and up, bf16
-    assert kept.estimate(tokens).device.expected - plain.estimate(tokens).device.expected >= held
+    none, half, every = (planner.estimate(tokens).device.expected for planner in (plain, kept, full))
+    assert none < half <= every - held  # without kept tiles the peak is in an MLP's backward, which makes them again
     assert recipe(kept, tokens)["keep"] == 0.5
     bytes_each = 4096 * 2 * 704 * 2
     by_bytes = Planner(changed(request, keep=f"memory:{4 * bytes_each}"))
