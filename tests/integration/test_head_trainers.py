@@ -210,7 +210,7 @@ def test_the_recipe_keeps_attention_and_offloads(directory: Path, tmp_path: Path
     data = tiny_run.write_jsonl(tmp_path / "data.jsonl", tiny_run.text_rows())
     values: dict[str, Any] = {
         "model": str(directory), "dataset": str(data), "max_length": 64, "steps": 3, "report": False,
-        "tiled_mlp": tiled, "model_kwargs": {"attn_implementation": "sdpa"},
+        "tiled_mlp": tiled, "attention": "sdpa",
     }  # fmt: skip
     ways: dict[str, dict[str, Any]] = {
         "plain": {},
