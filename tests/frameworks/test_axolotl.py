@@ -8,6 +8,7 @@ import os
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,13 @@ class Axolotl:
             "TORCH_EXTENSIONS_DIR": str(ROOT / ".cache" / "torch_extensions_axolotl"),
         }
 
+    @cached_property
+    def finds_plugins(self) -> bool:
+        """Whether it finds seqtile's plugin by its entry point, as from 0.21 on: its own tiled MLP never runs there."""
+        code = "import axolotl; print(axolotl.__version__)"
+        version = subprocess.check_output([str(self.home / "bin" / "python"), "-c", code], text=True).split()[-1]
+        return tuple(map(int, version.split(".")[:2])) >= (0, 21)
+
     def write(self, name: str, keys: dict[str, Any]) -> Path:
         path = self.folder / f"{name}.yaml".replace(" ", "-")
         common = {"base_model": str(self.model), "dataset_prepared_path": str(self.folder / "prepared"),
@@ -227,7 +235,7 @@ def test_trusted_kernels_are_tiled(axolotl: Axolotl, name: str, untiled: str, bl
     """Nothing can be proven of a kernel; with ``trust`` the block's own forward, kernel included, runs in tiles."""
     run = axolotl.run(name)
     same(run, axolotl.run(untiled))
-    assert f"tiled 2 of 2 MLPs ({block}), 4 tiles, generic" in run.said()
+    assert f"tiled 2 of 2 MLPs ({block}), 4 tiles" in run.said()
     if "LoRA" in name:
         assert run.kernel_tokens() == {TOKENS // 4}
 
@@ -235,6 +243,10 @@ def test_trusted_kernels_are_tiled(axolotl: Axolotl, name: str, untiled: str, bl
 def test_axolotls_own_is_wrong_where_these_runs_are_right(axolotl: Axolotl) -> None:
     """So the runs above would show a tiled MLP that is wrong at micro batch 2, or breaks DDP."""
     own = axolotl.run("one process, axolotl's own")
+    if axolotl.finds_plugins:
+        same(own, axolotl.run("one process"))
+        assert "tiled 2 of 2 MLPs (LlamaMLP), 4 tiles, fused" in own.said() and not own.record[-1]["patched"]
+        return
     assert own.code == 0 and own.record[-1]["patched"]
     with pytest.raises(AssertionError):
         same(own, axolotl.run("one process"))
@@ -248,7 +260,8 @@ def test_hooks_come_in_the_stand_ins_order(axolotl: Axolotl) -> None:
         *(hook for hook in standin.LOADING if hook != "patch_tiled_mlp"),
         "post_trainer_create",
     ]
-    assert [row["patched"] for row in own.record][:2] == [False, True]  # between pre_model_load and post_model_build
+    # Between pre_model_load and post_model_build.
+    assert [row["patched"] for row in own.record][:2] == [False, not axolotl.finds_plugins]
     # The recorder comes before the plugin: it sees the key before it is taken out, and not before it is put back.
     assert [row["tiled_mlp"] for row in ours.record] == [True, None, None, None, None, True]
     assert not any(row["wrapped"] for row in ours.record)  # tiled before the engine wraps the model
@@ -257,7 +270,7 @@ def test_hooks_come_in_the_stand_ins_order(axolotl: Axolotl) -> None:
 def test_a_conflict_stops_the_run_before_the_model(axolotl: Axolotl) -> None:
     run = axolotl.train("refused", 1, {**OURS, **REST, "chunked_cross_entropy": True})
     assert run.code != 0 and not run.record
-    assert "seqtile.loss: tiled and chunked_cross_entropy both compute the loss" in run.log
+    assert "chunked_cross_entropy both compute the loss" in run.log
 
 
 @pytest.fixture(scope="module")
@@ -288,7 +301,7 @@ def test_examples_pass_axolotls_validation(facts: dict[str, Any]) -> None:
 def test_stand_ins_are_like_axolotl(facts: dict[str, Any]) -> None:
     hooks = {name: list(inspect.signature(value).parameters) for name, value in vars(standin.BasePlugin).items()
              if inspect.isfunction(value) and not name.startswith("_")}  # fmt: skip
-    assert facts["hooks"] == hooks
+    assert facts["hooks"].items() >= hooks.items()  # axolotl 0.21 has more
     fields = {name: repr(field.default) for name, field in standin.AxolotlInputConfig.model_fields.items()}
     assert {name: facts["fields"].get(name) for name in fields} == fields
     assert set(standin.OtherPluginsArgs.model_fields) <= set(facts["other_fields"])
