@@ -293,7 +293,8 @@ def test_one_proof_does_for_the_adapters_of_all_layers(
     traced = []
 
     def traces(function: Any) -> Any:
-        traced.append(function)
+        if any(name.endswith(".mlp") for name, _ in function.args[0].members):  # norms have proofs of their own
+            traced.append(function)
         return in_a_thread(function)
 
     def layers(*given: Any) -> Any:
