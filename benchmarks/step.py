@@ -63,40 +63,40 @@ def main() -> int:
     options.add_argument("--smoke", action="store_true", help="tiny shapes, to see that it runs")
     options.add_argument("--minutes", type=float, help="no part starts after this; default: 9, with --quick 3.5")
     options.add_argument("--out", type=Path, default=RESULTS)
-    asked = options.parse_args()
+    flags = options.parse_args()
     try:
-        run(asked)
+        run(flags)
     except UserError as error:
         print(f"step.py: {error}", file=sys.stderr)
         return 2
     return 0
 
 
-def run(asked: argparse.Namespace) -> None:
+def run(flags: argparse.Namespace) -> None:
     """Faults first, then figures."""
-    methods = asked.methods or (QUICK if asked.quick else (*PEERS, *OURS))
+    methods = flags.methods or (QUICK if flags.quick else (*PEERS, *OURS))
     for method in methods:
         step_method(method)
-    suite = Suite("step-smoke" if asked.smoke else "step", asked.out, asked.minutes or (3.5 if asked.quick else 9.0))
-    device = asked.device or suite.found["device_type"]
-    if device == "cpu" and not asked.smoke:
+    suite = Suite("step-smoke" if flags.smoke else "step", flags.out, flags.minutes or (3.5 if flags.quick else 9.0))
+    device = flags.device or suite.found["device_type"]
+    if device == "cpu" and not flags.smoke:
         raise UserError("whole steps need an accelerator and torch finds none: add --smoke for tiny ones")
-    lengths = asked.tokens or ([256] if asked.smoke else [32 * K] if asked.quick else [32 * K, 128 * K, 8 * K])
-    base = {"model": str(TINY) if asked.smoke else "llama-8b", "device": device}
+    lengths = flags.tokens or ([256] if flags.smoke else [32 * K] if flags.quick else [32 * K, 128 * K, 8 * K])
+    base = {"model": str(TINY) if flags.smoke else "llama-8b", "device": device}
     workers = {method: Worker() for method in methods}
     try:
         with ThreadPoolExecutor(len(workers)) as pool:  # they import side by side, and only then take turns
             list(pool.map(lambda worker: worker.run(READY, {}, timeout_s=suite.left), workers.values()))
-        for train in asked.train:
+        for train in flags.train:
             key = {**base, "lora": LORA if train == "lora" else 0, "layers": 2, "tokens": min(16 * K, lengths[0])}
             for method in methods:
                 _measure(suite, workers[method], GRADIENTS, f"gradients, {train}", {**key, "method": method})
-        scale = 64 if asked.smoke else 1
+        scale = 64 if flags.smoke else 1
         ceilings = _measure(suite, suite.worker, machine.JOB, "machine", {"device": device, "scale": scale})
-        _losses(suite, device, asked.smoke)
+        _losses(suite, device, flags.smoke)
         for tokens in lengths:
-            _take_turns(suite, workers, base, asked.train, tokens, asked.rounds)
-            for train in asked.train:
+            _take_turns(suite, workers, base, flags.train, tokens, flags.rounds)
+            for train in flags.train:
                 print(table(suite.rows, train, tokens, ceilings), flush=True)
     finally:
         for worker in workers.values():
@@ -107,8 +107,8 @@ def run(asked: argparse.Namespace) -> None:
 def _measure(suite: Suite, worker: Worker, job: str, part: str, key: Row) -> Row:
     [row] = suite.run(part, key, lambda left: [worker.run(job, key, timeout_s=left)])
     shown = ("error", "gradient_difference", "worst", "step_ms", "peak_gib", "ms", "gemm_tflops", "attention")
-    said = ", ".join(f"{name} {row[name]}" for name in shown if name in row)
-    print(f"    {row.get('method') or row.get('way', '')} {row.get('layers', '')}: {said}", flush=True)
+    summary = ", ".join(f"{name} {row[name]}" for name in shown if name in row)
+    print(f"    {row.get('method') or row.get('way', '')} {row.get('layers', '')}: {summary}", flush=True)
     return row
 
 
@@ -232,18 +232,21 @@ def table(rows: Sequence[Row], train: str, tokens: int, ceilings: Row) -> str:
         for row in rows if row["kind"] == f"gradients, {train}" and "gradient_difference" in row
     }  # fmt: skip
     for method in dict.fromkeys(row["method"] for row in turns):
-        own = [row for row in turns if row["method"] == method]
-        error = next((row["error"] for row in own if "error" in row), None)
-        times = [[ms for row in own if row["layers"] == layers for ms in row.get("step_ms", ())] for layers in LAYERS]
+        method_turns = [row for row in turns if row["method"] == method]
+        error = next((row["error"] for row in method_turns if "error" in row), None)
+        times = [
+            [ms for row in method_turns if row["layers"] == layers for ms in row.get("step_ms", ())]
+            for layers in LAYERS
+        ]
         if error is not None or not all(times):
             lines.append(f"| {method} | {error or 'not measured'} | | | | | |")
             continue
         fewer, more = map(statistics.median, times)
         layer = (more - fewer) / (LAYERS[1] - LAYERS[0])
-        rest = fewer - LAYERS[0] * layer
-        speed = tokens / (rest + own[0]["layers_of_model"] * layer) * 1e3
-        peak = max(row["peak_gib"] for row in own)
-        lines.append(f"| {method} | {layer:,.1f} | {rest:,.1f} | {_floor(own[0], ceilings)} | {peak:.2f} | "
+        outside = fewer - LAYERS[0] * layer
+        speed = tokens / (outside + method_turns[0]["layers_of_model"] * layer) * 1e3
+        peak = max(row["peak_gib"] for row in method_turns)
+        lines.append(f"| {method} | {layer:,.1f} | {outside:,.1f} | {_floor(method_turns[0], ceilings)} | {peak:.2f} | "
                      f"{speed:,.0f} | {off.get(method, '')} |")  # fmt: skip
     return "\n".join(lines)
 
@@ -265,8 +268,8 @@ def _floor(row: Row, ceilings: Row) -> str:
     products = 2 * tokens * (passes * weights - mlp) / ceilings["gemm_tflops"]
     causal = 2 * tokens**2 * heads * head
     kernels = causal / attention["forward_tflops"] + 2.5 * causal / attention["backward_tflops"]
-    rest = 2 * tokens * (passes - 1) * width * config.vocab_size / ceilings["gemm_tflops"]
-    return f"{(products + kernels) / 1e9:,.1f}, {rest / 1e9:,.1f}"
+    outside = 2 * tokens * (passes - 1) * width * config.vocab_size / ceilings["gemm_tflops"]
+    return f"{(products + kernels) / 1e9:,.1f}, {outside / 1e9:,.1f}"
 
 
 if __name__ == "__main__":
