@@ -91,7 +91,8 @@ def fit(
             trainer's name of one.
         engine: ``"single"``, ``"ddp"``, ``"fsdp2"``, ``"zero2"`` or ``"zero3"``; None is ``"ddp"`` where ``WORLD_SIZE``
             is above 1, else ``"single"``.
-        sp_size, cp_size: ranks that share one sequence, by Ulysses and by ring attention.
+        sp_size: ranks that share one sequence by Ulysses.
+        cp_size: ranks that share one sequence by ring attention.
         lora: adapters that will be added later: their rank, or a ``peft.LoraConfig``.
         batch_size: rows per rank and micro-batch.
         autocast: whether fp32 weights on an accelerator train under bf16 autocast, as TRL trains them; weights in 16

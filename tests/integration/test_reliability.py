@@ -388,10 +388,11 @@ def test_the_directory_of_shards_is_the_one_that_accelerate_writes():
 
 OTHERWISE = {
     "model": "other", "dataset": "other.jsonl", "dataset_split": "test", "max_length": 32, "packing": True,
-    "skip_bad_rows": True, "streaming": True, "checkpoint": "none", "lora": {"r": 2}, "epochs": 2,
+    "skip_bad_rows": True, "streaming": True, "lora": {"r": 2}, "epochs": 2,
     "batch_size": 2, "gradient_accumulation": 2, "learning_rate": 1.0, "seed": 5, "dtype": "bfloat16",
     "rope_scaling": {"rope_type": "linear", "factor": 2},
-    "trust_remote_code": True, "model_kwargs": {"revision": "x"}, "trainer": {"weight_decay": 0.1},
+    "attention": "eager", "optimizer": "sgd", "trust_remote_code": True, "model_kwargs": {"revision": "x"},
+    "trainer": {"weight_decay": 0.1},
 }  # fmt: skip
 """Another value for every key of a recipe that may not change."""
 
@@ -399,7 +400,10 @@ OTHERWISE = {
 def test_every_key_that_would_change_the_run_is_refused(run: Path):
     # A new key has to be decided on: here, or in MAY_CHANGE. Engines are launched, not set in a test.
     undecided = (
-        {*recipe_keys()} - {*OTHERWISE} - {*MAY_CHANGE} - {"engine", "nproc", "sp_size", "cp_size", "engine_offload"}
+        {*recipe_keys()}
+        - {*OTHERWISE, "qlora"}
+        - {*MAY_CHANGE}
+        - {"engine", "nproc", "sp_size", "cp_size", "engine_offload"}
     )
     assert not undecided
     for key, value in OTHERWISE.items():
@@ -409,6 +413,8 @@ def test_every_key_that_would_change_the_run_is_refused(run: Path):
             resumed_recipe({}, {"output": str(run), key: value})
     with pytest.raises(UserError, match="keep one"):
         resumed_recipe({}, {"output": str(run), "epochs": 2})
+    with pytest.raises(UserError, match="--resume cannot change lora from"):
+        resumed_recipe({}, {"output": str(run), "qlora": True})
 
 
 class Poison(TrainerCallback):

@@ -118,7 +118,6 @@ def test_layers_with_a_state_are_predicted(model: str) -> None:
         pytest.skip(f"transformers has no {model}")
     row = plan_accuracy.run_cell(next(cell for cell in plan_accuracy.hybrid_cells() if cell.model == model))
     assert abs(row["error"]) <= 0.02
-    assert row["tokens"] not in row["fake_lengths"]  # layers of several kinds are run, all of them
 
 
 # ModernBERT in transformers 5.0 is decorated with torch.compile, and torch's own inductor warns of torch.jit.

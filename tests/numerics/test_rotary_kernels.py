@@ -88,7 +88,7 @@ def test_which_functions_are_known() -> None:
 def test_once_a_forward_in_a_tiled_layer(architecture: str, setting: str, kernels: Counted) -> None:
     model = zoo.causal_lm(architecture, use_cache=False)
     function = function_of(architecture)
-    report = seqtile.apply(model, tile=16, checkpoint={"checkpoints": "full", "plain": None}.get(setting, setting))
+    report = seqtile.apply(model, tile=16, checkpoint={"checkpoints": "layer", "plain": None}.get(setting, setting))
     assert "2 rotary embeddings" in str(report)
     ids = zoo.tokens(BATCH, TOKENS)
     loss = model(input_ids=ids, labels=ids).loss

@@ -162,15 +162,15 @@ def test_the_vision_towers_attention_is_saved_too() -> None:
     config = config_of("llava")
     options = TilingOptions(loss="tiled", loss_tile="auto", checkpoint="layer")
     request = Request(model="m", config=config, device=find_device("40GB"), options=options)
-    more = {}
+    kept = {}
     for pictures in (None, read_pictures(config, 32)):
         planner = Planner(replace(request, config=config.get_text_config() if pictures is None else config,
                                   pictures=pictures))  # fmt: skip
-        _, saving = choose_attention_saved(planner, 4096)
-        assert saving.chosen and saving.more is not None
-        more[pictures is None] = saving.more
+        chosen, saving = choose_attention_saved(planner, 4096)
+        assert saving.chosen
+        kept[pictures is None] = chosen.estimate(4096).terms["kept attention outputs"]
         outputs = planner.attention_outputs(4096)
-    assert more[True] == outputs < more[False]
+    assert kept[True] == outputs < kept[False]
 
 
 def test_an_older_transformers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,7 @@ def test_every_phase_is_where_the_plan_said(folder: Path, capsys: pytest.Capture
     pytest.importorskip("matplotlib", reason="matplotlib is not installed: it comes with seqtile[train]")
     out = folder / "out"
     arguments = ["--model", str(folder), "--max-length", "2048", "--tile", "512", "--out", str(out), "--json"]
-    how = ["--precision", "float32", "--checkpoint", "attention-saved", "--keep", "0.5"]
+    how = ["--precision", "float32", "--checkpoint", "attention-saved"]
     assert main(["probe", *arguments, *how]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["tokens"], found["device"]) == (2048, "cpu")

@@ -116,7 +116,7 @@ def test_a_plan_of_a_ring_holds_a_part_of_the_row_and_what_comes_round(ring: Pla
 def test_the_emitted_recipe_trains(ring: Planner) -> None:
     values = recipe(ring, 4096)
     chosen = resolve(build_recipe({**values, "dataset": "rows", "model": "path"}, {})[0])
-    assert (chosen.engine, chosen.nproc, chosen.cp_size, chosen.attention) == ("fsdp2", 8, 8, "sdpa")
+    assert (chosen.engine, chosen.nproc, chosen.cp_size, chosen.attn_implementation) == ("fsdp2", 8, 8, "sdpa")
 
 
 def test_the_command_plans_a_ring_of_a_length_and_says_how_long_its_bytes_take(

@@ -51,8 +51,8 @@ class Model(nn.Module):
 
 
 def tiled(model: nn.Module) -> dict[str, str]:
-    """Qualified name and rule of all that is tiled."""
-    forwards = {name: module.__dict__.get("forward") for name, module in model.named_modules()}
+    """Qualified name and rule of all that is tiled, but the norms outside it."""
+    forwards = {name: module.__dict__.get("forward") for name, module in model.named_modules() if "norm" not in name}
     return {name: str(f.setting.rule) for name, f in forwards.items() if isinstance(f, TiledForward)}
 
 
