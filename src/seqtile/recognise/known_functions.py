@@ -86,12 +86,20 @@ def _with_globals(function: Any, replaced: Mapping[str, Any]) -> Callable[..., A
 
 ROTARY = "apply_rotary_pos_emb"
 
+_RENAMES_ARGUMENTS = "transformers.utils.deprecation"
+"""The module of the wrapper that renames arguments: since 5.24 every attention's forward is in one, for its cache."""
+
 
 def with_rotary(forward: Callable[..., Any]) -> Callable[..., Any]:
     """``forward``, or a copy of it whose rotary embedding runs by a kernel where there is one."""
-    if not isinstance(forward, FunctionType) or hasattr(forward, "__wrapped__") or not is_known(forward):
+    if not isinstance(forward, FunctionType) or not is_known(forward):
         return forward
-    function = forward.__globals__.get(ROTARY) if ROTARY in forward.__code__.co_names else None
+    inner: Any = forward
+    while hasattr(inner, "__wrapped__") and inner.__globals__.get("__name__") == _RENAMES_ARGUMENTS:
+        inner = inner.__wrapped__  # transformers' own layers pass the new names
+    if hasattr(inner, "__wrapped__"):
+        return forward
+    function = inner.__globals__.get(ROTARY) if ROTARY in inner.__code__.co_names else None
     if not isinstance(function, FunctionType) or not rotates_halves(function):
         return forward
 
@@ -100,7 +108,7 @@ def with_rotary(forward: Callable[..., Any]) -> Callable[..., Any]:
             return function(q, k, cos, sin, *args, **kwargs)  # type: ignore[no-any-return]
         return rotary(q, k, cos, sin)
 
-    return _with_globals(forward, {ROTARY: call})
+    return _with_globals(inner, {ROTARY: call})
 
 
 @cache
