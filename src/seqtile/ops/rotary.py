@@ -71,6 +71,8 @@ def has_rotary_kernel(q: Any, k: Any, cos: Any, sin: Any) -> bool:
         return False
     if ROTARY_BY_DEVICE.get(q.device.type, ROTARY_KERNELS) is None or not q.numel():
         return False
+    if torch.result_type(q, cos) != q.dtype or k.dtype != q.dtype:
+        return False  # some models cast the result back (OLMo), others do not
     if q.dim() != 4 or k.dim() != 4 or cos.dim() != 3 or cos.shape != sin.shape or cos.requires_grad:
         return False
     return bool(cos.shape[-1] == q.shape[-1] == k.shape[-1] and q.shape[-1] % 2 == 0 and cos.shape[1] == q.shape[2])
