@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from threading import Barrier, Thread
@@ -136,7 +137,8 @@ def test_backwards_in_several_threads(operator: str, monkeypatch: pytest.MonkeyP
 
     def run(tiles: Sequence[Tensor], aliases: Mapping[str, Tensor]) -> Tensor:
         barrier.wait()  # in the forward and in the recompute
-        return torch.func.functional_call(model, dict(aliases), tuple(tiles))
+        # A copy of each call's own: functional_call puts the weights into the module, for both threads.
+        return torch.func.functional_call(copy.deepcopy(model), dict(aliases), tuple(tiles))
 
     def work(seed: int) -> None:
         x = random(10, HIDDEN, seed=seed)
