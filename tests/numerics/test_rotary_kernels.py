@@ -17,7 +17,7 @@ from numerics._compiled import BACKENDS, compiling, graphs
 from numerics._errors import assert_no_worse
 from seqtile.ops import rotary as rotary_module
 from seqtile.ops.rotary import rotary
-from seqtile.recognise.known_functions import rotates_halves
+from seqtile.recognise.known_functions import CASTS_BACK, PROMOTES, rotates_halves, with_rotary
 from seqtile.verification import verify
 
 BATCH, TOKENS = 2, 24
@@ -76,9 +76,25 @@ def test_no_worse_than_the_models_function(rows: int, dtype: torch.dtype, kernel
     assert kernels.calls == {False: 2, True: 2} and graphs() > 0
 
 
+@pytest.mark.parametrize("architecture", ["llama", "olmo2"])
+def test_tables_in_fp32_beside_queries_in_bf16(architecture: str, kernels: Counted) -> None:
+    """OLMo casts the result back to the queries' dtype, which the values beside it have; Llama does not."""
+    model = zoo.causal_lm(architecture)
+    attention = next(module for name, module in model.named_modules() if name.endswith("self_attn"))
+    theirs, forward = function_of(architecture), with_rotary(type(attention).forward)
+    ours = forward.__globals__["apply_rotary_pos_emb"]  # type: ignore[attr-defined]
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(2, heads, 37, 16, generator=generator).bfloat16() for heads in (4, 2))
+    cos, sin = (torch.randn(1, 37, 16, generator=generator) for _ in range(2))
+    for got, expected in zip(ours(q, k, cos, sin), theirs(q, k, cos, sin), strict=True):
+        torch.testing.assert_close(got, expected)  # their dtypes too
+    assert kernels.calls == {False: 2}
+
+
 def test_which_functions_are_known() -> None:
     known = {name: rotates_halves(function_of(name)) for name in ("llama", "qwen3", "gemma3_text", "mistral", "olmo2")}
     assert all(known.values()), known
+    assert {name: known[name] for name in ("llama", "olmo2")} == {"llama": PROMOTES, "olmo2": CASTS_BACK}
     assert not any(rotates_halves(function_of(name)) for name in ("cohere", "glm4", "gpt_oss"))
     assert not rotates_halves(lambda q, k, cos, sin: function_of("llama")(q, k, cos, sin)), "custom code"
 

@@ -71,14 +71,13 @@ def has_rotary_kernel(q: Any, k: Any, cos: Any, sin: Any) -> bool:
         return False
     if ROTARY_BY_DEVICE.get(q.device.type, ROTARY_KERNELS) is None or not q.numel():
         return False
-    if torch.result_type(q, cos) != q.dtype or k.dtype != q.dtype:
-        return False  # some models cast the result back (OLMo), others do not
     if q.dim() != 4 or k.dim() != 4 or cos.dim() != 3 or cos.shape != sin.shape or cos.requires_grad:
         return False
-    return bool(cos.shape[-1] == q.shape[-1] == k.shape[-1] and q.shape[-1] % 2 == 0 and cos.shape[1] == q.shape[2])
+    fits = cos.shape[0] in (1, q.shape[0]) and cos.shape[1] == q.shape[2] == k.shape[2]
+    return bool(fits and cos.shape[-1] == q.shape[-1] == k.shape[-1] and q.shape[-1] % 2 == 0)
 
 
-def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, casts_back: bool = False) -> tuple[Tensor, Tensor]:
     """Rotate queries and keys.
 
     Replaces ``apply_rotary_pos_emb(q, k, cos, sin)`` of models that rotate the halves of a head.
@@ -88,9 +87,10 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
         k: ``[B, K, T, E]``.
         cos: ``[B or 1, T, E]``, without a gradient.
         sin: the same.
+        casts_back: the result has the dtype of ``q`` and ``k`` (OLMo), not that of their product with ``cos``.
 
     Returns:
-        Both rotated, in the dtype that the product with ``cos`` has.
+        Both rotated.
 
     Cost:
         One pass over each forward and one backward; ``cos`` and ``sin`` are kept.
@@ -98,24 +98,25 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
     Raises:
         NotImplementedError: a second derivative.
     """
-    return _Rotary.apply(q, cos, sin), _Rotary.apply(k, cos, sin)  # type: ignore[no-untyped-call]
+    dtypes = [x.dtype if casts_back else torch.result_type(x, cos) for x in (q, k)]
+    return _Rotary.apply(q, cos, sin, dtypes[0]), _Rotary.apply(k, cos, sin, dtypes[1])  # type: ignore[no-untyped-call]
 
 
 class _Rotary(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
         ctx.save_for_backward(cos, sin)
         ctx.dtype = x.dtype
         ctx.set_materialize_grads(False)
-        return _rotated(x, cos, sin, torch.result_type(x, cos), backward=False)
+        return _rotated(x, cos, sin, dtype, backward=False)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None) -> Any:
         refuse_second_derivative()
         if dy is None:
-            return None, None, None
+            return None, None, None, None
         cos, sin = ctx.saved_tensors
-        return _rotated(dy, cos, sin, ctx.dtype, backward=True), None, None
+        return _rotated(dy, cos, sin, ctx.dtype, backward=True), None, None, None
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype, *, backward: bool) -> Tensor:

@@ -102,22 +102,29 @@ def with_rotary(forward: Callable[..., Any]) -> Callable[..., Any]:
     function = inner.__globals__.get(ROTARY) if ROTARY in inner.__code__.co_names else None
     if not isinstance(function, FunctionType) or not rotates_halves(function):
         return forward
+    casts_back = rotates_halves(function) == CASTS_BACK
 
     def call(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if args or kwargs or not has_rotary_kernel(q, k, cos, sin):
             return function(q, k, cos, sin, *args, **kwargs)  # type: ignore[no-any-return]
-        return rotary(q, k, cos, sin)
+        return rotary(q, k, cos, sin, casts_back=casts_back)
 
     return _with_globals(inner, {ROTARY: call})
 
 
+PROMOTES, CASTS_BACK = "promotes", "casts back"
+
+
 @cache
-def rotates_halves(function: Callable[..., Any]) -> bool:
-    """Whether a library's function of (q, k, cos, sin) is the known one, by a trial on a few numbers."""
-    return is_known(function) and bool(in_a_thread(partial(_rotates_halves, function)))
+def rotates_halves(function: Callable[..., Any]) -> str:
+    """Whether a library's function of (q, k, cos, sin) is the known one, by a trial on a few numbers; "" if it is not.
+
+    Its result has the dtype of queries times tables (:data:`PROMOTES`) or of the queries (:data:`CASTS_BACK`).
+    """
+    return str(in_a_thread(partial(_rotates_halves, function))) if is_known(function) else ""
 
 
-def _rotates_halves(function: Callable[..., Any]) -> bool:
+def _rotates_halves(function: Callable[..., Any]) -> str:
     generator = torch.Generator().manual_seed(0)
     with torch.device("cpu"), torch.no_grad():
         for rows in (1, 2):
@@ -127,7 +134,8 @@ def _rotates_halves(function: Callable[..., Any]) -> bool:
             try:
                 results = function(q, k, cos, sin)
                 if len(results) != 2 or not all(map(torch.allclose, results, expected)):
-                    return False
+                    return ""
+                narrow = {result.dtype for result in function(q.bfloat16(), k.bfloat16(), cos.float(), sin.float())}
             except Exception:  # noqa: BLE001 - it takes other arguments
-                return False
-    return True
+                return ""
+    return {torch.float32: PROMOTES, torch.bfloat16: CASTS_BACK}[narrow.pop()] if len(narrow) == 1 else ""
