@@ -64,20 +64,25 @@ class Scores:
     name: str
     vocabulary: int = VOCABULARY
     idle: bool = False
+    masked: bool = False
 
     def inputs(self) -> dict[str, Tensor]:
         tensors = inputs(TOKENS, HIDDEN, self.vocabulary, dtype=torch.float64)
         tensors["targets"] = tensors.pop("labels")
         if self.idle:
             tensors["targets"].fill_(IGNORE)
+        if self.masked:  # every row of the last rank, as where the vocabulary is padded
+            tensors["bias"].data[self.vocabulary // WORLD :] = -torch.inf
+            tensors["targets"].clamp_(max=self.vocabulary // WORLD - 1)
         return tensors
 
     def run(self, rank: int) -> None:
-        expected = outcome(self.inputs())
+        options = {"scaling": SCALINGS["plain"]} if self.masked else {}
+        expected = outcome(self.inputs(), **options)
         tensors = self.inputs()
         distribute(tensors, init_device_mesh("cpu", (WORLD,)))
         with reduced() as sizes:
-            results = outcome(tensors)
+            results = outcome(tensors, **options)
         counted = int((tensors["targets"] != IGNORE).sum())
         assert sizes == [counted, 3 * counted, TOKENS * HIDDEN]  # nothing of the vocabulary's size travels
         for name in ("weight", "bias"):
@@ -87,7 +92,7 @@ class Scores:
             tensors = self.inputs()
             for name in ("weight", "bias"):
                 tensors[name] = tensors[name].detach().chunk(WORLD)[rank].clone().requires_grad_()
-            results = outcome(tensors, vocabulary_group=dist.group.WORLD)
+            results = outcome(tensors, vocabulary_group=dist.group.WORLD, **options)
             for name in ("weight", "bias"):
                 results[name] = gathered(results[name], self.vocabulary)
             torch.testing.assert_close(results, expected)
@@ -95,7 +100,8 @@ class Scores:
 
 def outcome(tensors: dict[str, Tensor], **options: Any) -> dict[str, Tensor]:
     """Scores of the targets, and the gradients of a sum with a factor of its own for each."""
-    scores = token_logprobs(**tensors, scaling=SCALINGS["capped"], temperature=1.3, entropy=True, tile=5, **options)
+    options = {"scaling": SCALINGS["capped"], **options}
+    scores = token_logprobs(**tensors, temperature=1.3, entropy=True, tile=5, **options)
     factor = torch.arange(1.0, TOKENS + 1, dtype=torch.float64)
     (factor * scores.log_probs + 0.3 * scores.entropy).sum().backward()  # type: ignore[operator]
     gradients = {name: tensors[name].grad for name in ("hidden", "weight", "bias")}
@@ -115,6 +121,9 @@ class Refused:
         for change in ({"argmax": True}, {"reference": torch.zeros(TOKENS, HIDDEN)}):
             with pytest.raises(ValueError, match="computes log-probabilities and entropies, got"):
                 outcome(tensors, **change)
+        few = distribute_tensor(torch.zeros(1, HIDDEN), mesh, [Shard(0)])
+        with pytest.raises(ValueError, match="leaves none for the last"):
+            token_logprobs(torch.zeros(3, HIDDEN), few, torch.zeros(3, dtype=torch.long))
         across = distribute_tensor(torch.zeros(VOCABULARY, HIDDEN), mesh, [Shard(1)])
         with pytest.raises(ValueError, match=r"expected \(Shard\(dim=0\),\)"):
             token_logprobs(torch.zeros(3, HIDDEN), across, torch.zeros(3, dtype=torch.long))
@@ -215,6 +224,7 @@ CASES = [
     Scores("even"),
     Scores("uneven", vocabulary=19),
     Scores("idle", idle=True),
+    Scores("masked", masked=True),
     Refused("refused"),
     Beside("fsdp2", fsdp2),
     Beside("fsdp2-and-tp", fsdp2_on_a_mesh),

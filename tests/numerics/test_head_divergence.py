@@ -284,6 +284,16 @@ def test_a_teachers_token_of_no_probability_counts_as_none(beta: float) -> None:
     assert_same(found, nearly)
 
 
+@pytest.mark.parametrize("beta", [0.5, 1.0])
+def test_a_students_token_that_cannot_be_adds_nothing(beta: float) -> None:
+    never, nearly = inputs(dtype=torch.float64), inputs(dtype=torch.float64)
+    never["bias"].data[2], nearly["bias"].data[2] = -torch.inf, -800.0
+    known = top_k([-0.5, -2.0], [1, 2])
+    found = run(linear_divergence, never, known, beta=beta)
+    assert all(value.isfinite().all() for value in found.values())
+    assert_same(found, run(linear_divergence, nearly, known, beta=beta))
+
+
 def test_a_teacher_is_not_asked_about_tokens_that_do_not_count() -> None:
     given, sure = inputs(dtype=torch.float64), top_k([-1.0, -2.0], [3, 4])
     masked = given["labels"] == -100

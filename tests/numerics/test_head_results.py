@@ -38,6 +38,26 @@ def log_softmax(hidden: Tensor, weight: Tensor, bias: Tensor | None, scaling: An
     return (scaling.on(F.linear(hidden, weight, bias)) / temperature.unsqueeze(-1)).log_softmax(-1)
 
 
+def test_tokens_that_cannot_be_add_nothing() -> None:
+    """Rows of the head that are masked by -inf, as where a vocabulary is padded."""
+    possible = VOCABULARY - 4
+    whole, cut = given(), given()
+    whole["bias"].data[possible:] = -torch.inf
+    for name in ("weight", "bias"):
+        cut[name] = cut[name].detach()[:possible].clone().requires_grad_()
+    for tensors in (whole, cut):
+        tensors["targets"].clamp_(max=possible - 1)
+        scores = token_logprobs(**tensors, entropy=True, log_sum_squares=True, tile=10)
+        assert scores.entropy is not None
+        (scores.log_probs + 0.3 * scores.entropy).sum().backward()
+        tensors |= {"log_probs": scores.log_probs.detach(), "entropy": scores.entropy.detach()}
+        tensors["squares"], tensors["dx"] = scores.log_sum_squares, tensors["hidden"].grad
+    for name in ("log_probs", "entropy", "squares", "dx"):
+        torch.testing.assert_close(whole[name], cut[name])
+    torch.testing.assert_close(whole["weight"].grad[:possible], cut["weight"].grad)
+    assert not whole["weight"].grad[possible:].any()
+
+
 def check(scaling: Any) -> None:
     """Every result of one pass, and the gradient of each that has one, alone and together."""
     tensors, per_token, asked = given(), temperatures(), candidates()

@@ -52,12 +52,13 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 TOKENS, HIDDEN, VOCABULARY = 70, 24, 301
 
 
-def results(dtype: torch.dtype, compute: Any) -> dict[str, Tensor]:
+def results(dtype: torch.dtype, compute: Any, *, all_count: bool = False) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(3)
     hidden = torch.randn(TOKENS, HIDDEN, generator=generator).bfloat16().to(dtype).requires_grad_()
     weight = torch.randn(VOCABULARY, HIDDEN, generator=generator).bfloat16().to(dtype).requires_grad_()
     labels = torch.randint(VOCABULARY, (TOKENS,), generator=generator)
-    labels[::7] = -100
+    if not all_count:
+        labels[::7] = -100
     values = compute(hidden, weight, labels)
     sum(value.sum() for value in values.values()).backward()
     assert hidden.grad is not None and weight.grad is not None
@@ -83,15 +84,16 @@ def divergence(hidden: Tensor, weight: Tensor, labels: Tensor) -> dict[str, Tens
 
 
 @pytest.mark.parametrize(("compute", "made"), [(loss, 2), (scores, 3), (divergence, 3)])
+@pytest.mark.parametrize("all_count", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_kernels_find_what_eager_code_finds(
-    dtype: torch.dtype, compute: Any, made: int, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, all_count: bool, compute: Any, made: int, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    got = results(dtype, compute)
+    got = results(dtype, compute, all_count=all_count)
     assert graphs() == made, "one for each function, for tiles of every size"
     assert not kernels.failed
     monkeypatch.setitem(row_kernels.KERNELS_BY_DEVICE, "cpu", None)
-    expected, true = results(dtype, compute), results(torch.float64, compute)
+    expected, true = (results(each, compute, all_count=all_count) for each in (dtype, torch.float64))
     assert graphs() == made
     for name, value in expected.items():
         assert_no_worse(got[name], value, true[name], factor=4.0 if dtype == torch.float32 else 1.5, name=name)

@@ -201,6 +201,7 @@ def _of_top_k(student: Tensor, teacher: TeacherTopK, valid: Tensor, beta: float)
     t = log_t.exp()
     if beta == 0.0:
         return torch.where(t == 0, 0, t * (log_t - log_s)).sum(-1)
+    log_s = log_s.clamp(min=torch.finfo(log_s.dtype).min)  # a token that cannot be adds 0, not 0 times -inf
     if beta == 1.0:
         return (log_s.exp() * (log_s - log_t)).sum(-1)
     log_m = torch.logaddexp(log_s + math.log1p(-beta), log_t + math.log(beta))
@@ -320,6 +321,7 @@ class _Pair:
             run_over_rows(_write_normaliser, scaling, (logits, lse))
         run_over_rows(_PairFormula.write_divergences, formula, (y, y_teacher, *normalisers, divergences, of_student))
         if gradient:
+            factor = None if factor is None else factor.contiguous()
             run_over_rows(_PairFormula.write_gradient, formula, (y, y_teacher, *normalisers, of_student, factor))
 
     def gradients(

@@ -76,6 +76,11 @@ class LogitScaling:
             dz.div_(temperature.unsqueeze(-1))
 
 
+def finite(z: Tensor) -> Tensor:
+    """``z`` with the logits of tokens that cannot be, -inf, as numbers, in place: 0 times one of them is 0."""
+    return z.clamp_(min=torch.finfo(z.dtype).min)
+
+
 @dataclass(frozen=True, eq=False)
 class Objective:
     """What is summed per token; with ``w`` the class weights and ``W`` their sum (all 1 without them),
@@ -209,7 +214,7 @@ class RowFormula:
         log_sum_squares: Tensor | None,
     ) -> None:  # fmt: skip
         """Entropy and the log of the summed squares of the probabilities of each row."""
-        z = self.scaling.logits(y, temperature)
+        z = finite(self.scaling.logits(y, temperature))
         p = (z - lse.unsqueeze(-1)).exp_()
         if log_sum_squares is not None:
             log_sum_squares.copy_(p.square().sum(-1).log_())
@@ -226,7 +231,7 @@ class RowFormula:
         p = self.scaling.logits(y, temperature).sub_(lse.unsqueeze(-1))
         of_entropy = None
         if entropy is not None and entropy_factor is not None:
-            of_entropy = p.exp().mul_(p + entropy.unsqueeze(-1)).mul_(-entropy_factor.unsqueeze(-1))
+            of_entropy = finite(p).exp().mul_(p + entropy.unsqueeze(-1)).mul_(-entropy_factor.unsqueeze(-1))
         p.exp_()
         factor = torch.ones_like(lse) if factor is None else factor
         smoothing = self.smoothing / y.shape[1]
@@ -318,6 +323,8 @@ class HeadRows:
     ) -> None:  # fmt: skip
         """Write the gradient, ``lse`` being known; ``*_factor`` are upstream gradients of entropies and candidates."""
         candidates = None if candidates_factor is None else targets.candidates
+        # What autograd hands over of a sum is one number, expanded; no kernel takes that.
+        factor, entropy_factor = (None if each is None else each.contiguous() for each in (factor, entropy_factor))
         rows = (y, targets.ids, targets.temperature, targets.is_local, factor, lse, entropy, entropy_factor,
                 candidates, candidates_factor)  # fmt: skip
         run_over_rows(RowFormula.write_gradient, self.formula, rows, self._weights)

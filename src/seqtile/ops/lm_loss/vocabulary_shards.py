@@ -18,7 +18,7 @@ from torch import Tensor
 from seqtile.ops.grad_accumulator import Sum
 from seqtile.ops.lm_loss.head_nodes import NO_SECOND_DERIVATIVE, HeadCall, LossPlan, add_gradients
 from seqtile.ops.lm_loss.kept_tokens import KeptTokens, empty_gradient, read_rows
-from seqtile.ops.lm_loss.logits_tile import LogitScaling, TileTargets
+from seqtile.ops.lm_loss.logits_tile import LogitScaling, TileTargets, finite
 from seqtile.ops.lm_loss.row_kernels import run_over_rows
 from seqtile.ops.mlp import SaveAhead
 from seqtile.ops.token_tiles import refuse_second_derivative
@@ -62,6 +62,10 @@ def own_rows(weight: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, V
         )
     mesh, vocabulary = sharded.device_mesh, weight.shape[0]
     chunk = -(-vocabulary // mesh.size())  # as torch.chunk cuts
+    if chunk * (mesh.size() - 1) >= vocabulary:
+        raise ValueError(
+            f"a head of {vocabulary} rows leaves none for the last of {mesh.size()} ranks; gather it with full_tensor()"
+        )
     start = min(vocabulary, chunk * mesh.get_local_rank())
     return sharded.to_local(), VocabularyShard(mesh.get_group(), start, vocabulary)
 
@@ -87,8 +91,9 @@ def _write_shares(
     at_target: Tensor, mean_logit: Tensor,
 ) -> None:  # fmt: skip
     """Of this rank's rows of the head: log-normaliser, the target's logit (0 elsewhere), expected logit."""
-    z = scaling.logits(y, temperature)
-    at_target.copy_(scaling.logits(y.gather(-1, ids.unsqueeze(-1)), temperature).squeeze(-1) * is_local)
+    z = finite(scaling.logits(y, temperature))
+    local = scaling.logits(y.gather(-1, ids.unsqueeze(-1)), temperature).squeeze(-1)
+    at_target.copy_(torch.where(is_local, local, 0))
     top = z.amax(-1, keepdim=True)
     normaliser = (z - top).exp_().sum(-1, keepdim=True).log_() + top
     lse.copy_(normaliser.squeeze(-1))
@@ -122,7 +127,9 @@ class _Sharded(torch.autograd.Function):
             top = lse.clone()
             dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
             share = (lse - top).exp_()
-            reduced = torch.stack([share, at_target, mean_logit * share], -1)
+            # A rank of which no token can be has no expected logit to weigh.
+            weighted = torch.where(share == 0, 0, mean_logit * share)
+            reduced = torch.stack([share, at_target, weighted], -1)
             dist.all_reduce(reduced, group=group)
             total, at_target, weighted = reduced.unbind(-1)  # [n] each
             lse = total.log().add_(top)
