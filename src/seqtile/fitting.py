@@ -262,8 +262,11 @@ def describe(
     precision = planned_precision(dtype, planned_type, adapters is not None, four_bit, autocast)
     if adapters is not None:
         # PEFT's modules_to_save train whole, and k-bit training keeps norms and embeddings in fp32: no plan has either.
-        own_parameters = [] if lora is not None else [*model.named_parameters()]
-        fully_trained = [weight for name, weight in own_parameters if weight.requires_grad and "lora_" not in name]
+        named, to_save = [*model.named_parameters()], set(getattr(lora, "modules_to_save", None) or ())
+        if lora is None:
+            fully_trained = [weight for name, weight in named if weight.requires_grad and "lora_" not in name]
+        else:
+            fully_trained = [weight for name, weight in named if to_save & set(name.split("."))]
         state_bytes = 2 + STATE_BYTES[optimizer] / 4
         reserved_bytes = sum(weight.numel() * weight.element_size() * state_bytes for weight in fully_trained)
         if precision != "float32":
@@ -295,6 +298,8 @@ def find_adapters(model: nn.Module) -> Lora | None:
         ]
         ranks += [int(getattr(module, "r", {}).get(adapter, 0)) for adapter in trained_adapters]
         if trained_adapters:
+            while name.endswith(".base_layer"):  # wrappers of one module's parameters stand inside each other
+                name = name.removesuffix(".base_layer")
             layers.add(name.rpartition(".")[2])
             dropouts += [float(getattr(drop, "p", 0.0)) for drop in getattr(module, "lora_dropout", {}).values()]
     return Lora(max(ranks), tuple(sorted(layers)), dropout=max(dropouts)) if layers else None
@@ -306,8 +311,9 @@ def _adapters_to_come(lora: Any) -> Lora:
     targets = getattr(lora, "target_modules", None) or Lora.target_modules
     if not isinstance(getattr(lora, "r", None), int):
         raise UserError(f"lora={lora!r}: expected the rank of adapters that will be added, or a peft.LoraConfig")
+    rank = max([lora.r, *(getattr(lora, "rank_pattern", None) or {}).values()])
     return Lora(
-        lora.r, targets if isinstance(targets, str) else tuple(sorted(targets)),
+        rank, targets if isinstance(targets, str) else tuple(sorted(targets)),
         dropout=float(getattr(lora, "lora_dropout", 0.0)),
     )  # fmt: skip
 

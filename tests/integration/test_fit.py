@@ -189,6 +189,10 @@ def test_weights_that_train_beside_adapters_are_left_room() -> None:
     saving, notes = describe(adapted(llama(), modules_to_save=["lm_head"]), TilingOptions(), device="80GiB")
     # A copy in fp32, its gradient and two states of AdamW.
     assert plain.device.memory - saving.device.memory == 4 * 4 * HIDDEN * VOCABULARY and len(notes) == 1
+    config = lora_config(rank_pattern={"q_proj": 16}, modules_to_save=["lm_head"])
+    coming, _ = describe(llama(), TilingOptions(), device="80GiB", lora=config)
+    assert saving.lora is not None
+    assert (coming.device.memory, coming.lora) == (saving.device.memory, Lora(16, saving.lora.target_modules))
 
 
 def test_what_is_given_stays() -> None:

@@ -34,13 +34,17 @@ def test_every_phase_is_where_the_plan_said(folder: Path, capsys: pytest.Capture
     pytest.importorskip("matplotlib", reason="matplotlib is not installed: it comes with seqtile[train]")
     out = folder / "out"
     arguments = ["--model", str(folder), "--max-length", "2048", "--tile", "512", "--out", str(out), "--json"]
-    how = ["--precision", "float32", "--checkpoint", "attention-saved"]
+    how = ["--precision", "float32", "--checkpoint", "attention-saved", "--keep", "0.5"]
     assert main(["probe", *arguments, *how]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["tokens"], found["device"]) == (2048, "cpu")
     for side in ("tiled", "untiled"):
         for name, phase in found[side]["phases"].items():
-            assert phase["planned_gib"] == pytest.approx(phase["measured_gib"], rel=0.01), (side, name)
+            # Between no kept tile and all of them a forward is planned by a line; one tile's gate and up are both kept
+            # and in use at its end.
+            slack = 2 * 512 * 512 * 4 / 2**30 if (side, name) == ("tiled", "forward") else 0.0
+            planned = pytest.approx(phase["measured_gib"], rel=0.01, abs=slack)
+            assert phase["planned_gib"] == planned, (side, name)
         # weights and two states of AdamW
         assert found[side]["standing_gib"] == pytest.approx(3 * 4 * 1_115_264 / 2**30, rel=0.001)
         for name, term in found[side]["terms"].items():
