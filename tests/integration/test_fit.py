@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import Trainer
 
 import seqtile
 import tiny_run
@@ -258,6 +259,17 @@ def test_the_callback_asks_for_what_its_trainer_does(tmp_path: Path) -> None:
     assert report.why[0] in trainer.state.log_history[0]["seqtile"] and carries(trainer.model)
     with pytest.raises(UserError, match="give max_length too"):
         seqtile.TilingCallback(device="16GiB")
-    pytest.importorskip("trl", reason="trl is not installed: it comes with seqtile[train]")
+    trl = pytest.importorskip("trl", reason="trl is not installed: it comes with seqtile[train]")
     with pytest.raises(UserError, match="plans a supervised step, and that of DPOTrainer is another"):
         trainers.dpo(directory, tmp_path / "dpo", seqtile.TilingCallback(max_length=64))
+
+    class OtherArguments(trl.DPOTrainer):
+        """As LLaMA-Factory's, which skips TRL's constructor."""
+
+        def __init__(self, **arguments: Any) -> None:
+            Trainer.__init__(self, **arguments)
+
+    with pytest.raises(UserError, match="that of OtherArguments is another"):
+        OtherArguments(
+            model=trainer.model, args=trainer.args, callbacks=[seqtile.TilingCallback(max_length=64, device="16GiB")]
+        )

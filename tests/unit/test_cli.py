@@ -330,6 +330,8 @@ PLUGIN = "plugins: [seqtile.integrations.axolotl.SeqtilePlugin]\n"
     (PLUGIN + "seqtile: {loss: tiled}\ncut_cross_entropy: true\n", 1, "both compute the loss"),
     (PLUGIN + "seqtile: {offload: true}\ngradient_checkpointing: offload\n", 1, "offload, decide what"),
     (PLUGIN + "seqtile: {loss_tile: 512}\n", 1, "loss_tile"),
+    (PLUGIN + "seqtile: {max_length: 65536}\n", 0, "what stands under seqtile: is right"),
+    (PLUGIN + "seqtile: {max_length: 65536}\nrl: dpo\n", 1, "plans a supervised step"),
     (PLUGIN + "seqtile: {heads: '2'}\n", 1, "seqtile.heads: got '2'"),
     (PLUGIN + "sequence_parallel_degree: 2\ncontext_parallel_size: 4\n", 1, "names of one number"),
     (PLUGIN + "tiled_mlp: true\n", 0, "axolotl loads the plugin"), ("[1]\n", 2, "got list"),

@@ -126,8 +126,8 @@ def _show_axolotl(file: Path) -> None:
         asks_for_seqtile,
         check_settings,
         loads_installed_plugins,
+        unknown_settings,
     )
-    from seqtile.options import unknown_keys
 
     try:
         cfg = yaml.safe_load(file.read_text(encoding="utf-8"))
@@ -148,7 +148,7 @@ def _show_axolotl(file: Path) -> None:
             wrong.append(f"nothing of seqtile runs: add {AXOLOTL_PLUGIN} to plugins:")
     if ours is not None and not isinstance(ours, dict):
         wrong.append(f"seqtile: {ours!r}: got {type(ours).__name__}, expected keys and values below it")
-    elif problem := unknown_keys(ours or {}):
+    elif problem := unknown_settings(ours or {}):
         wrong.append(f"seqtile: {problem}")
     else:
         try:

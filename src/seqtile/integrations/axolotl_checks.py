@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +56,15 @@ class SeqtileSettings(_SettingKeys):  # type: ignore[valid-type,misc]
     @classmethod
     def check_keys(cls, data: Any) -> Any:
         """Name the keys that there are."""
-        if isinstance(data, Mapping) and (sentence := unknown_keys(key for key in data if key != "max_length")):
-            raise UserError(f"seqtile: {sentence}, max_length")
+        if isinstance(data, Mapping) and (sentence := unknown_settings(data)):
+            raise UserError(f"seqtile: {sentence}")
         return data
+
+
+def unknown_settings(keys: Iterable[str]) -> str:
+    """A sentence about keys under ``seqtile:`` that do not exist; "" where each does."""
+    sentence = unknown_keys(key for key in keys if key != "max_length")
+    return sentence and f"{sentence}, max_length"
 
 
 def check_settings(cfg: Mapping[str, Any]) -> None:

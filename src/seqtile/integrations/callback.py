@@ -197,8 +197,10 @@ def _question_of(trainer: Trainer) -> dict[str, Any]:
     Raises:
         UserError: its step is not a supervised one.
     """
-    configs = {base.__name__ for base in type(trainer.args).__mro__ if base.__module__.startswith("trl.")}
-    if configs and "SFTConfig" not in configs:
+    # LLaMA-Factory's preference trainers are TRL's with arguments of transformers.
+    bases = (*type(trainer).__mro__, *type(trainer.args).__mro__)
+    of_trl = {base.__name__ for base in bases if base.__module__.startswith("trl.")}
+    if of_trl and not of_trl & {"SFTTrainer", "SFTConfig"}:
         raise UserError(
             f"max_length plans a supervised step, and that of {type(trainer).__name__} is another; give TilingCallback "
             "the settings instead, such as loss='tiled', checkpoint='attention-saved'"
