@@ -26,16 +26,16 @@ def test_the_site_builds(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     tiling = "seqtile.integrations.callback.TilingCallback"
     assert (tmp_path / "api.html").read_text(encoding="utf-8").count(f'id="{tiling}"') == 1
-    core = re.sub(r"<[^>]+>", "", (tmp_path / "core.html").read_text(encoding="utf-8"))
+    core = re.sub(r"<[^>]+>", "", (tmp_path / "how-it-works.html").read_text(encoding="utf-8"))
     last = (ROOT / "docs" / "core.py").read_text(encoding="utf-8").splitlines()[-1].strip()
-    assert html.unescape(core).count(last) == 1, "docs/core.md does not include docs/core.py"
+    assert html.unescape(core).count(last) == 1, "docs/how-it-works.md does not include docs/core.py"
     text = (tmp_path / "llms-full.txt").read_text(encoding="utf-8")
     loop = (ROOT / "examples" / "accelerate_loop.py").read_text(encoding="utf-8").splitlines()[43]
     trainers = re.sub(r"<[^>]+>", "", (tmp_path / "trainers.html").read_text(encoding="utf-8"))
     assert loop in text and loop in html.unescape(trainers)
     assert last in text and "8<" not in text and not re.search(r"^::: ", text, re.M)
     listed = (tmp_path / "llms.txt").read_text(encoding="utf-8").splitlines()
-    assert sum(line.startswith("- [") and "): For " in line for line in listed) > 35
+    assert sum(line.startswith("- [") for line in listed) > 10
     for url in (url for line in listed for url in re.findall(r"^- \[[^\]]+\]\((.+?)\): ", line)):
         assert (tmp_path / url).exists(), url
     for file in ("CHANGELOG.md", "CONTRIBUTING.md", "examples/README.md"):
