@@ -1,4 +1,4 @@
-"""Records what ``seqtile train`` shows on a terminal, as pictures for ``docs/runs.md``: ``python docs/record.py``.
+"""Records what ``seqtile train`` shows on a terminal, as pictures for ``docs/running.md``: ``python docs/record.py``.
 
 Real runs on a pseudo-terminal, of the tiny model that the tests train; about a minute.
 """
@@ -121,7 +121,7 @@ def main() -> None:
                     os.kill(pid, signal.SIGINT)
                     interrupted = True
 
-        record(command, folder, interrupt).save("stopped", command)
+        record(command, folder, interrupt)
         again = "seqtile train --resume --output runs/llama-tiny"
         record(again, folder).save("resumed", again)
         failed = "seqtile train --model llama-tiny --dataset broken.jsonl --max-length 128"

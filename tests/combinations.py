@@ -1,19 +1,12 @@
-"""Technique by technique, each pair run on a tiny model: ``PYTHONPATH=tests:src python -m combinations`` writes
-docs/combinations.md from the runs; ``tests/numerics/test_combinations.py`` runs the same pairs.
-"""
+"""Pairs of techniques on a tiny model, for ``tests/numerics/test_combinations.py``."""
 
 from __future__ import annotations
 
 import copy
 import itertools
 import math
-import sys
-import warnings
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from datetime import date
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,13 +17,10 @@ from numerics._errors import FACTOR, assert_as_exact_in_bf16
 from seqtile.verification.judge import difference
 from zoo import assert_same_gradients, causal_lm, tokens
 
-PAGE = Path(__file__).parents[1] / "docs" / "combinations.md"
-BEGIN, END = "<!-- combinations: written by python -m combinations -->", "<!-- combinations: end -->"
-
 
 @dataclass(frozen=True)
 class Technique:
-    """One row and column.
+    """What one name stands for.
 
     Attributes:
         apply: arguments of :func:`seqtile.apply` that it stands for; none for what is not seqtile's.
@@ -133,11 +123,11 @@ def step(
     return loss, {name: p.grad for name, p in model.named_parameters()}
 
 
-def run(pair: frozenset[str]) -> str:
-    """Run both sides of one pair; returns the word for its cell.
+def run(pair: frozenset[str]) -> None:
+    """Run both sides of one pair.
 
     Raises:
-        AssertionError: loss or gradients differ from those without seqtile.
+        AssertionError: loss or gradients differ from those without seqtile, or a pair of :data:`REFUSED` is accepted.
     """
     how = both(pair)
     if pair in REFUSED:
@@ -145,7 +135,7 @@ def run(pair: frozenset[str]) -> str:
             build(how, ours=True)
         except seqtile.UserError as error:
             assert REFUSED[pair] in str(error), error
-            return "refused"
+            return
         raise AssertionError(f"{set(pair)} was not refused")
     autocast = "autocast" in how.rest
     expected = step(build(how, ours=False), how, autocast)
@@ -156,12 +146,11 @@ def run(pair: frozenset[str]) -> str:
     if not autocast:
         torch.testing.assert_close(got[0], expected[0])
         assert_same_gradients(got[1], expected[1])
-        return "equal"
+        return
     truth = step(build(how, ours=False), how, autocast=False)
     for name, exact in truth[1].items():
         found = difference(name, expected[1][name], got[1][name], exact, torch.float32)
         assert found.score <= 1, found
-    return "equal"
 
 
 WIDER = {"hidden_size": 128, "intermediate_size": 256, "max_position_embeddings": 256}
@@ -188,48 +177,3 @@ def run_in_bf16(pair: frozenset[str]) -> None:
         # PyTorch's checkpoint per tile runs there, and adds weight gradients in bf16: 33 roundings of random sign.
         factor *= math.sqrt(2 * lengths[0] / how.apply["tile"])
     assert_as_exact_in_bf16(got[1], expected[1], true[1], factor=factor)
-
-
-def tables(words: dict[frozenset[str], str]) -> str:
-    """Two tables as Markdown: everything by what is seqtile's, and the rest by itself."""
-    ours = [name for name, technique in TECHNIQUES.items() if technique.apply]
-    rest = [name for name in TECHNIQUES if name not in ours]
-    found = []
-    for rows, columns in ((list(TECHNIQUES), ours), (rest, rest)):
-        lines = ["| | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
-        for row in rows:
-            cells = ["-" if row == column else words[frozenset({row, column})] for column in columns]
-            lines.append(f"| {row} | " + " | ".join(cells) + " |")
-        found.append("\n".join(lines))
-    return "\n\n".join(found)
-
-
-def expected_words() -> dict[frozenset[str], str]:
-    """Every cell, as the tests see to it."""
-    return {
-        **dict.fromkeys(EXCLUDE, "either"),
-        **dict.fromkeys(UNTESTED, "untested"),
-        **{pair: "refused" if pair in REFUSED else "equal" for pair in PAIRS},
-    }
-
-
-def page(text: str, when: str) -> str:
-    """``text`` with today's table between the marks."""
-    before, _, rest = text.partition(BEGIN)
-    after = rest.partition(END)[2]
-    return f"{before}{BEGIN}\n\n{when}\n\n{tables(expected_words())}\n\n{END}{after}"
-
-
-def main() -> int:
-    """Run every pair and write the page."""
-    warnings.simplefilter("ignore")  # transformers on the names of its own methods
-    for pair in PAIRS:
-        assert run(pair) == expected_words()[pair], set(pair)
-    told = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "peft"))
-    when = f"{date.today().isoformat()}, `PYTHONPATH=tests:src python -m combinations`: {len(PAIRS)} pairs, {told}."
-    PAGE.write_text(page(PAGE.read_text(encoding="utf-8"), when), encoding="utf-8")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,7 +1,7 @@
-"""Run every case and write the tables from the results: ``PYTHONPATH=tests:src python -m grid.table``.
+"""Run every case and write the table of engines: ``PYTHONPATH=tests:src python -m grid.table``.
 
-``docs/engines.md`` says which technique works with which engine, and what was run under each. Nothing is written unless
-every case has passed.
+The table in ``docs/multi-gpu.md`` shows which technique was run under which engine. It is written only if every case
+passes.
 """
 
 from __future__ import annotations
@@ -18,30 +18,51 @@ from pathlib import Path
 from grid.cases import Case
 from grid.launch import LAUNCHES, ROOT, run_cases
 
-PAGE = ROOT / "docs" / "engines.md"
+PAGE = ROOT / "docs" / "multi-gpu.md"
+BEGIN, END = "<!-- engines: written by python -m grid.table -->", "<!-- engines: end -->"
 
-COLUMNS = ("DDP", "FSDP1", "FSDP2", "ZeRO-1", "ZeRO-2", "ZeRO-3", "context parallel", "Ulysses")
 ENGINES = {
     "ddp": "DDP",
     "fsdp1": "FSDP1",
     "fsdp2": "FSDP2",
-    "zero12": "ZeRO-1, ZeRO-2",
+    "zero12": "ZeRO-1/2",
     "zero3": "ZeRO-3",
-    "context": "context parallel",
+    "context": "ring",
     "ulysses": "Ulysses",
 }
-TITLES = {"context parallel": "Context parallel over FSDP2", "Ulysses": "Ulysses over ZeRO-3"}
+"""The column of each module of cases."""
 
-BEGIN, END = "<!-- cases: written by python -m grid.table -->", "<!-- cases: end -->"
+ATTENTION_SAVED, OFFLOADED = "attention saved", "checkpoints on the host"
+LEFT_WHOLE = "head-wise attention asked for: left whole"
 
-
-def engine_of(engine: str, case: Case) -> str:
-    """The column of a case in the table of techniques."""
-    return f"ZeRO-{case.options['stage']}" if engine == "zero12" else ENGINES[engine]
-
-
-def verdict(case: Case) -> str:
-    return case.upstream or ("refused" if case.refused else "equal")
+ROWS: dict[str, tuple[str, ...]] = {
+    "tiled MLP": ("plain", "linear layers in the decoder layer"),
+    "norms, projections": ("norms around the MLP", "rest of the layer"),
+    "experts": ("experts",),
+    "tiled loss": ("tiled loss",),
+    "logits, token scores (TRL)": ("deferred logits", "token scores (TRL)"),
+    "head-wise attention": ("head-wise attention", LEFT_WHOLE),
+    "layers with a state": ("layers with a state", "hybrid models"),
+    "activation checkpointing": ("activation checkpointing",),
+    "reentrant checkpointing": ("reentrant checkpointing",),
+    "attention saved": (ATTENTION_SAVED,),
+    "checkpoints on the host": (OFFLOADED,),
+    "weights, optimizer on the host": ("offload to the host",),
+    "LoRA": ("LoRA",),
+    "mixed precision": ("mixed precision",),
+    "accumulation, clipping": ("accumulation, clipping",),
+    "uneven ranks": (
+        "one rank with a single token", "one rank without data", "one rank untiled", "a rank with nothing but padding",
+    ),
+    "other options of the engine": (
+        "static_graph=True", "find_unused_parameters=True", "bf16 compression hook", "use_orig_params=False",
+        "per block", "whole model in one unit", "weights kept gathered", "DeepSpeed's own settings",
+        "weights sharded before apply (zero.Init)",
+    ),
+    "a unit per linear layer": ("per linear layer",),
+    "`apply` after wrapping": ("apply after wrapping",),
+}  # fmt: skip
+"""The techniques of the cases behind each row of the table."""
 
 
 def all_cases() -> Iterator[tuple[str, Case]]:
@@ -50,54 +71,47 @@ def all_cases() -> Iterator[tuple[str, Case]]:
             yield engine, case
 
 
+def techniques_of(case: Case) -> list[str]:
+    """The techniques that a case is for, and those that its settings add."""
+    added = {
+        ATTENTION_SAVED: case.more.get("checkpoint") == "attention-saved",
+        OFFLOADED: bool(case.more.get("offload")),
+    }
+    return [*case.technique.split(" + "), *(name for name, is_on in added.items() if is_on)]
+
+
+def outcome(case: Case, technique: str) -> str:
+    if technique == LEFT_WHOLE:
+        return "whole"
+    return "refused" if case.refused else "yes"
+
+
+def table() -> str:
+    """One row per group of techniques, one column per engine; empty where nothing was run.
+
+    Cases of what is wrong without seqtile too are left out: they train untiled.
+    """
+    cells: dict[tuple[str, str], set[str]] = {}
+    for engine, case in all_cases():
+        for technique in () if case.upstream else techniques_of(case):
+            cells.setdefault((technique, engine), set()).add(outcome(case, technique))
+    lines = [f"| | {' | '.join(ENGINES.values())} |", "|---" * (len(ENGINES) + 1) + "|"]
+    for row, techniques in ROWS.items():
+        outcomes = [
+            set().union(*(cells.get((technique, engine), set()) for technique in techniques)) for engine in ENGINES
+        ]
+        lines.append(f"| {row} | {' | '.join('/'.join(sorted(words, reverse=True)) for words in outcomes)} |")
+    return "\n".join(lines)
+
+
 def page(run: str) -> str:
-    """docs/engines.md, with today's cases between the marks.
+    """docs/multi-gpu.md with the table of today's cases between the marks.
 
     Args:
         run: when and with which versions the cases ran.
     """
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    lines = [
-        before + BEGIN,
-        "",
-        "## Technique by engine",
-        "",
-        "The number of cases that were run; a blank was not.",
-        "",
-        matrix(),
-        "",
-    ]
-    lines += ["## What was run", "", run]
-    for column in COLUMNS:
-        lines += ["", f"### {TITLES.get(column, column)}", "", "| technique | models | operators | result |"]
-        lines += ["|---|---|---|---|"]
-        rows: dict[tuple[str, str], tuple[list[str], list[str]]] = {}
-        for engine, case in all_cases():
-            if engine_of(engine, case) != column:
-                continue
-            models, paths = rows.setdefault((case.technique.replace(" + ", ", "), verdict(case)), ([], []))
-            path = "generic" if case.path == "generic" or case.architecture == "mixtral" else "fused"
-            path = "untiled" if case.upstream else path
-            models += [case.architecture] if case.architecture not in models else []
-            paths += [path] if path not in paths else []
-        for (technique, result), (models, paths) in rows.items():
-            lines.append(f"| {technique} | {', '.join(models)} | {', '.join(sorted(paths))} | {result} |")
-    return "\n".join([*lines, "", END + rest.partition(END)[2]])
-
-
-def matrix() -> str:
-    """Technique x engine, with the number of cases behind each word."""
-    cells: dict[str, dict[str, dict[str, int]]] = {}
-    for engine, case in all_cases():
-        for technique in case.technique.split(" + "):
-            counts = cells.setdefault(technique, {}).setdefault(engine_of(engine, case), {})
-            word = "wrong upstream" if case.upstream else "refused" if case.refused else "works"
-            counts[word] = counts.get(word, 0) + 1
-    lines = [f"| | {' | '.join(COLUMNS)} |", "|---" * (len(COLUMNS) + 1) + "|"]
-    for technique, engines in cells.items():
-        row = [", ".join(f"{word} ({n})" for word, n in engines.get(column, {}).items()) for column in COLUMNS]
-        lines.append(f"| {technique} | {' | '.join(row)} |")
-    return "\n".join(lines)
+    before, _, tail = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    return "\n".join([before + BEGIN, "", table(), "", run, "", END + tail.partition(END)[2]])
 
 
 def what_ran(seconds: float) -> str:

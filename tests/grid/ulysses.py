@@ -23,7 +23,7 @@ CASES = [
     Rows("heads", HEADS, config=EIGHT_HEADS, options=STINGY, steps=2, more={"heads": 1}, filled=PADDED),
     Rows("heads-saved", HEADS, config=EIGHT_HEADS, options=STINGY, steps=2, **RECOMPUTED, more=SAVED),
     Rows(
-        "tiled-loss-50", "tiled loss + attention saved, inputs on the host", config=EIGHT_HEADS, options=STINGY,
+        "tiled-loss-50", "tiled loss", config=EIGHT_HEADS, options=STINGY,
         steps=50, clip=0.3, tiled_loss=True, **RECOMPUTED, learnable=True, more={**SAVED, "offload": True},
     ),
     Rows(

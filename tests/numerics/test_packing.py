@@ -125,7 +125,7 @@ def test_flash_attention_keeps_documents_apart() -> None:
     ids=["OPT", "Falcon", "gpt-oss", "a mask of ones beside position_ids", "use_cache", "cu_seq_lens alone"],
 )
 def test_what_mixes_documents_untiled_still_does(architecture: str, attention: str, what: dict[str, Any]) -> None:
-    """Transformers' own; docs/engines.md names these, and `seqtile train` refuses the models among them."""
+    """Transformers' own; docs/multi-gpu.md names these, and `seqtile train` refuses the models among them."""
     if architecture == "falcon" and FALCON_READS_POSITIONS:
         pytest.skip("Falcon keeps documents apart from transformers 5.24 on")
     ids = tokens(1, sum(LENGTHS))

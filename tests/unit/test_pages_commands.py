@@ -111,5 +111,5 @@ def test_its_commands_exist(page: Path) -> None:
 
 @pytest.mark.parametrize("path", ["", "PYTHONPATH=docs ", "PYTHONPATH=tests:src "])
 def test_a_module_that_is_not_installed_needs_its_folder(path: str) -> None:
-    [words] = commands(f"Made by `{path}python -m combinations`.")
+    [words] = commands(f"Made by `{path}python -m grid.table`.")
     assert (problem(words) == "") is ("tests" in path)
