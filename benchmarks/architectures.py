@@ -1,12 +1,12 @@
 """Tile a tiny model of every architecture in transformers and write down what became of each.
 
-    python benchmarks/architectures.py [--only NAME ...] [--write docs/architectures.md] [--jsonl FILE]
+    python benchmarks/architectures.py [--only NAME ...] [--write docs/architectures.jsonl]
 
 Every model type of the installed transformers is built small, with random weights in float32 (``tiny_models.py``), and
 without a network. ``seqtile.apply`` is called on the model in training mode as its config makes it, with its dropouts:
-what it says is the table. Then loss and every gradient of one training step, tiled, are compared with an untiled
+its report fills the line. Then loss and every gradient of one training step, tiled, are compared with an untiled
 model's; dropout is off there, and ``apply`` is called in evaluation mode, as on a model that ``from_pretrained``
-returns. About a quarter of an hour on one core.
+returns. The site shows the file as a table (``docs/architectures.md``). About a quarter of an hour on one core.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -89,15 +89,8 @@ class Record:
         return next((state for state in STATES if self.result.startswith(state)), "not compared")
 
 
-STATES = {
-    "equal": "tiled, and loss and all gradients equal the untiled model's",
-    "WRONG": "tiled, and the loss or a gradient differs",
-    "raises": "tiled, and its training step raises an error that the untiled model's does not",
-    "not compared": "tiled, but no training step could be run on a generic batch",
-    "left untiled": "nothing in it was tiled",
-    "refused": "refused by `seqtile.apply`",
-    "not built": "could not be built tiny",
-}
+STATES = ("equal", "WRONG", "raises", "not compared", "left untiled", "refused", "not built")
+"""What they mean: ``docs/architectures.md``."""
 
 
 class TookTooLong(BaseException):
@@ -107,12 +100,9 @@ class TookTooLong(BaseException):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these architectures")
-    parser.add_argument("--write", type=Path, metavar="FILE", help="write the page, in Markdown")
-    parser.add_argument("--jsonl", type=Path, metavar="FILE", help="write one line per architecture with all details")
-    parser.add_argument("--date", default=str(datetime.date.today()), help="of the page; today unless given")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="write one line of JSON per architecture")
+    parser.add_argument("--date", default=str(datetime.date.today()), help="of the file; today unless given")
     options = parser.parse_args()
-    if options.write and options.only:
-        parser.error("--write needs all architectures: leave out --only")
     if unknown := set(options.only or ()) - set(CONFIG_MAPPING):
         parser.error(f"transformers {transformers.__version__} has no {', '.join(sorted(unknown))}")
     torch.set_num_threads(1)
@@ -126,11 +116,9 @@ def main() -> None:
         records.append(record)
         print(f"{name}: {record.state}{': ' if reason(record) else ''}{reason(record)}", flush=True)
         if options.only:
-            print(*("  " + row for rows in rows_of(record).values() for row in rows), sep="\n")
-    if options.jsonl:
-        options.jsonl.write_text("".join(json.dumps(asdict(record)) + "\n" for record in records), encoding="utf-8")
+            print(json.dumps(line_of(record), indent=2, ensure_ascii=False))
     if options.write:
-        options.write.write_text(page(records, options.date), encoding="utf-8")
+        options.write.write_text(lines(records, options.date), encoding="utf-8")
     print(summary(records))
 
 
@@ -374,44 +362,28 @@ def pattern(name: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
-def rows_of(record: Record) -> dict[str, list[str]]:
-    """The rows of one architecture in each of the page's tables."""
-    rows: dict[str, list[str]] = {"tiled": [], "left": [], "untiled": [], "not built": []}
-    name = record.architecture
-    if record.error:
-        rows["not built"].append(_row(name, record.error))
-    elif record.refused:
-        rows["untiled"].append(_row(name, reason(record)))
-    kinds = Counter(
-        (pattern(b["name"]), b["class_name"], _operator(b), " + ".join(b["together"])) for b in record.blocks
-    )
-    for (where, class_name, operator, together), number in kinds.items():
-        rows["tiled"].append(_row(name, f"{number} × `{where}`", class_name, operator, together, _result(record)))
-    left = Counter((pattern(one["name"]), one["class_name"], one["why"]) for one in record.left)
-    for (where, class_name, why), number in left.items():
-        rows["left"].append(_row(name, f"{number} × `{where}`", class_name, why))
-    return rows
-
-
-def _operator(block: dict[str, Any]) -> str:
-    return "fused" if block["path"] == "fused" else f"generic: {block['not_fused']}"
-
-
-def _result(record: Record) -> str:
+def line_of(record: Record) -> dict[str, Any]:
+    """One architecture as the file has it: blocks that differ only in the number of their layer are counted."""
+    detail = reason(record)
     if record.state == "equal" and record.reached < len(record.blocks):
-        return f"equal ({record.reached} of {len(record.blocks)} blocks had a gradient)"
-    return record.result
-
-
-def _row(*cells: str) -> str:
-    return "| " + " | ".join(map(_plain, cells)) + " |"
-
-
-def _plain(text: str) -> str:
-    """As the text stands, whatever Markdown would make of it; names in backquotes stay code."""
-    parts = re.split(r"(`[^`]*`)", text)
-    parts[::2] = [re.sub(r"([*\[\]`])", r"\\\1", part).replace("<", "&lt;") for part in parts[::2]]
-    return "".join(parts).replace("|", "\\|")
+        detail = f"{record.reached} of {len(record.blocks)} blocks had a gradient"
+    tiled = Counter(
+        (pattern(b["name"]), b["class_name"], b["path"], b["not_fused"] or "", " + ".join(b["together"]))
+        for b in record.blocks
+    )
+    left = Counter((pattern(block["name"]), block["class_name"], block["why"]) for block in record.left)
+    return {
+        "architecture": record.architecture,
+        "state": record.state,
+        "detail": detail,
+        "tiled": [
+            {"blocks": n, **dict(zip(("where", "class_name", "operator", "why", "together"), key, strict=True))}
+            for key, n in tiled.items()
+        ],
+        "left": [
+            {"blocks": n, **dict(zip(("where", "class_name", "why"), key, strict=True))} for key, n in left.items()
+        ],
+    }
 
 
 def summary(records: Sequence[Record]) -> str:
@@ -425,69 +397,15 @@ def summary(records: Sequence[Record]) -> str:
     )
 
 
-def page(records: Sequence[Record], date: str) -> str:
-    """The page in Markdown; the same for the same records."""
-    tables: dict[str, list[str]] = {}
-    for record in sorted(records, key=lambda record: record.architecture):
-        for table, rows in rows_of(record).items():
-            tables.setdefault(table, []).extend(rows)
-    versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
-    words = "\n".join(f"- {state}: {meaning}." for state, meaning in STATES.items())
-    return PAGE.format(
-        header=f"{date}, `python benchmarks/architectures.py --write docs/architectures.md`, {versions}, CPU.",
-        summary=summary(records),
-        states=words,
-        tile=TILE,
-        **{name.replace(" ", "_"): "\n".join(rows) for name, rows in tables.items()},
-    )
+def lines(records: Sequence[Record], date: str) -> str:
+    """The file: a line about the run, then one per architecture; the same for the same records."""
+    header = {
+        "date": date, "command": "python benchmarks/architectures.py --write docs/architectures.jsonl",
+        "torch": torch.__version__, "transformers": transformers.__version__, "device": "cpu",
+    }  # fmt: skip
+    rows = [header, *map(line_of, sorted(records, key=lambda record: record.architecture))]
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
-
-PAGE = """# Architectures
-
-For those who want to know whether their model is tiled, and how: every architecture of transformers that can be built
-small, with what ran in tiles, what was left alone and why.
-
-{header}
-
-**{summary}**
-
-{states}
-
-Every model type of transformers that has a model of its own is built tiny (two layers, or one of each kind; width 64;
-random weights, float32) and tiled with `seqtile.apply(model, tile={tile})`. The tables say what `apply` reports in
-training mode, with the dropout that the config has by default. The result is of one training step without dropout,
-where `apply` was called in evaluation mode, as on a model from `from_pretrained`: loss and every gradient against the
-untiled model's. Multimodal models are given text alone where they run on it, so that only their language model gets a
-gradient; vision and audio towers are left alone unless `only=` names them. A row that changes when this page is written
-again is a change of what seqtile does, or of transformers.
-
-## Tiled
-
-`2 × model.layers.*.mlp` stands for two blocks. Members in the tile run in the same tile of tokens as the block: its
-norms, dropouts and halves.
-
-| architecture | blocks | class | operator | members in the tile | result |
-|---|---|---|---|---|---|
-{tiled}
-
-## Left alone in these
-
-| architecture | blocks | class | why |
-|---|---|---|---|
-{left}
-
-## Nothing tiled
-
-| architecture | why |
-|---|---|
-{untiled}
-
-## Not built
-
-| architecture | error |
-|---|---|
-{not_built}
-"""
 
 if __name__ == "__main__":
     main()

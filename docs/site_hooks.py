@@ -7,15 +7,19 @@ The first use of a glossary's word on a page links to it. The pages are written 
 from __future__ import annotations
 
 import ast
+import json
 import re
+from collections import Counter
+from html import escape
 from pathlib import Path
 from typing import Any, TypeGuard
 
 ROOT = Path(__file__).resolve().parents[1]
+ARCHITECTURES = "<!-- architectures: {} -->"
 TREE = "<!-- tree -->"
 NAMES = "<!-- names -->"
 GLOSSARY = "glossary"
-UNLINKED = {"architectures.html", "names.html", "tree.html", "changes.html"}
+UNLINKED = {"names.html", "tree.html", "changes.html"}
 """Pages of tables and lists."""
 EVERYDAY = {
     "block", "expected", "head", "keep", "kernel", "low", "mask", "node", "peak", "row", "sequence", "state", "trace",
@@ -46,6 +50,8 @@ def on_page_markdown(markdown: str, page: Any = None, **_: Any) -> str:
     for marker, content in ((TREE, tree), (NAMES, names)):
         if marker in markdown:
             markdown = markdown.replace(marker, content(package))
+    if (marker := ARCHITECTURES.format("summary")) in markdown:
+        markdown = markdown.replace(marker, architectures_summary(*read_architectures()))
     if page is not None:
         _texts[page.url] = page.title, as_text(markdown)
         if page.url in UNLINKED or page.url == f"{GLOSSARY}.html":
@@ -130,7 +136,73 @@ def on_page_content(html: str, page: Any = None, **_: Any) -> str:
     html = re.sub(
         r"<table>\n<thead>.*?</table>", lambda table: with_whole_numbers(with_labels(table[0])), html, flags=re.S
     )
-    return with_breaks(html, everywhere=page is not None and page.url == "architectures.html")
+    html = with_breaks(html)
+    if (marker := ARCHITECTURES.format("table")) in html:
+        html = html.replace(marker, architectures_table(read_architectures()[1]))
+    return html
+
+
+def read_architectures() -> tuple[dict[str, str], list[dict[str, Any]]]:
+    """What ``benchmarks/architectures.py`` wrote: a line about the run, and one per architecture."""
+    header, *records = map(json.loads, (ROOT / "docs" / "architectures.jsonl").read_text(encoding="utf-8").splitlines())
+    return header, records
+
+
+def architectures_summary(header: dict[str, str], records: list[dict[str, Any]]) -> str:
+    """Counts of the table's rows, with versions, date and command."""
+    states = Counter(record["state"] for record in records)
+    operators = Counter[str]()
+    for block in (block for record in records for block in record["tiled"]):
+        operators[block["operator"]] += block["blocks"]
+    return (
+        f"**{len(records)} model types of transformers {header['transformers']}: {states['equal']} tiled with "
+        f"gradients equal to the untiled model's, {states['WRONG']} with wrong ones.** {operators.total():,} blocks "
+        f"ran in tiles, {operators['fused']:,} of them in the fused operator.\n\n"
+        f"{header['date']}, torch {header['torch']}, {header['device'].upper()}, `{header['command']}`."
+    )
+
+
+def architectures_table(records: list[dict[str, Any]]) -> str:
+    """A row per architecture, and the form by which ``javascripts/architectures.js`` filters them."""
+    states = Counter(record["state"] for record in records)
+    options = "".join(f'<option value="{state}">{state} ({number})</option>' for state, number in states.most_common())
+    columns = ("architecture", "result", "runs in tiles", "left untiled")
+    rows = "".join(_architecture(record, columns) for record in records)
+    return f"""<form id="architectures-filter" hidden>
+<input type="search" name="words" aria-label="Search" placeholder="Model type, class or block">
+<select name="state" aria-label="Result"><option value="">every result ({len(records)})</option>{options}</select>
+<select name="operator" aria-label="Operator">
+<option value="">fused or generic</option><option>fused</option><option>generic</option></select>
+<output></output>
+</form>
+<div class="architectures" data-search-exclude>
+<table data-stack>
+<thead><tr>{"".join(f"<th>{column}</th>" for column in columns)}</tr></thead>
+<tbody>
+{rows}</tbody>
+</table>
+<button name="more" form="architectures-filter" class="md-button" type="button" hidden>Show more</button>
+</div>
+<script src="javascripts/architectures.js"></script>"""
+
+
+def _architecture(record: dict[str, Any], columns: tuple[str, ...]) -> str:
+    def where(block: dict[str, Any]) -> str:
+        path = re.sub(r"(?<=[.])(?=[\w*])", "<wbr>", escape(block["where"]))
+        return f"{block['blocks']} × <code>{path}</code> {escape(block['class_name'])}"
+
+    tiled, left = [], []
+    for block in record["tiled"]:
+        members = f"; with {escape(block['together'])}" if " + " in block["together"] else ""
+        why = f": {escape(block['why'])}" if block["why"] else ""
+        tiled.append(f"<p>{where(block)}, {block['operator']}{why}{members}</p>")
+    for block in record["left"]:
+        left.append(f"<p>{where(block)}: {escape(block['why'])}</p>")
+    detail = f"<p>{escape(record['detail'])}</p>" if record["detail"] else ""
+    cells = (record["architecture"], f"<p>{record['state']}</p>{detail}", "".join(tiled), "".join(left))
+    operators = " ".join(sorted({block["operator"] for block in record["tiled"]}))
+    labelled = "".join(f'<td data-label="{column}">{cell}</td>' for column, cell in zip(columns, cells, strict=True))
+    return f'<tr data-state="{record["state"]}" data-operators="{operators}">{labelled}</tr>\n'
 
 
 def with_whole_numbers(table: str) -> str:
@@ -138,14 +210,8 @@ def with_whole_numbers(table: str) -> str:
     return re.sub(r"(?<=>)[^<]+", lambda text: EXPONENT.sub(r'<span class="whole">\g<0></span>', text[0]), table)
 
 
-def with_breaks(html: str, *, everywhere: bool) -> str:
-    """Names that are longer than a phone is wide may be broken at their dots, underscores, brackets and capitals.
-
-    Args:
-        html: a page.
-        everywhere: on wide windows too, in tables: for a page of tables that would not fit there.
-    """
-    kind, least = ("", SHORT // 2) if everywhere else (' class="narrow"', SHORT - 4)
+def with_breaks(html: str) -> str:
+    """Names longer than a phone is wide may be broken there at dots, underscores, brackets and capitals."""
     parts, code, inside, whole = [], 0, 0, False
     for part in re.split(r"(<[^>]+>)", html):
         if tag := re.match(r"<(/?)(pre|code|td|h[23])\b", part):
@@ -153,15 +219,15 @@ def with_breaks(html: str, *, everywhere: bool) -> str:
             inside += step * (tag[2] == "pre")
             code += step * (tag[2] != "pre")
         elif code and not inside and not part.startswith("<"):
-            length = PHONE if whole and not everywhere else least
-            part = re.sub(rf"[^\s<>&;]{{{length},}}", lambda word: _with_breaks(word[0], kind), part)
+            length = PHONE if whole else SHORT - 4
+            part = re.sub(rf"[^\s<>&;]{{{length},}}", lambda word: _with_breaks(word[0]), part)
         whole = 'class="whole"' in part
         parts.append(part)
     return "".join(parts)
 
 
-def _with_breaks(word: str, kind: str) -> str:
-    return re.sub(r"(?<=[._(,=/])(?=[A-Za-z_*])|(?<=[a-z0-9])(?=[A-Z])", f"<wbr{kind}>", word)
+def _with_breaks(word: str) -> str:
+    return re.sub(r"(?<=[._(,=/])(?=[A-Za-z_*])|(?<=[a-z0-9])(?=[A-Z])", '<wbr class="narrow">', word)
 
 
 def with_labels(table: str) -> str:

@@ -1,4 +1,4 @@
-"""docs/architectures.md is what ``benchmarks/architectures.py`` writes today, for a sample of its rows."""
+"""docs/architectures.jsonl is what ``benchmarks/architectures.py`` writes today, for a sample of its lines."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 import transformers
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "architectures.md"
+FILE = ROOT / "docs" / "architectures.jsonl"
 
-if not PAGE.exists():
+if not FILE.exists():
     pytest.skip("no docs here: the tests run from an installed package", allow_module_level=True)
 
-COMMAND = "python benchmarks/architectures.py --write docs/architectures.md"
 SAMPLE = ("bart", "bert", "deepseek_v3", "gemma3", "gpt2", "llama", "mamba", "qwen3_next", "t5", "vit")
 """Dense and sparse, causal, encoders, both, with a vision tower left alone, and one with nothing to tile."""
 
@@ -39,57 +39,53 @@ def architectures() -> Iterator[ModuleType]:
 
 
 @pytest.fixture(scope="module")
-def text() -> str:
-    return PAGE.read_text(encoding="utf-8")
+def header() -> dict[str, str]:
+    header, _ = importlib.import_module("site_hooks").read_architectures()
+    return header
 
 
-def _tables(text: str) -> dict[str, list[str]]:
-    """The rows below each heading, without the two of the table's head."""
-    sections = [section.partition("\n") for section in re.split(r"^## ", text, flags=re.MULTILINE)[1:]]
-    return {name: re.findall(r"^\| .*\|$", body, re.MULTILINE)[1:] for name, _, body in sections}
-
-
-def _architectures(rows: list[str]) -> set[str]:
-    return {row.split(" | ")[0].removeprefix("| ") for row in rows}
+@pytest.fixture(scope="module")
+def records() -> dict[str, dict[str, Any]]:
+    _, records = importlib.import_module("site_hooks").read_architectures()
+    return {record["architecture"]: record for record in records}
 
 
 @pytest.mark.parametrize("architecture", SAMPLE)
-def test_rows_are_todays(architecture: str, architectures: ModuleType, text: str) -> None:
-    versions = f"torch {torch.__version__}, transformers {transformers.__version__},"
-    if versions not in text:
-        pytest.skip(f"docs/architectures.md was written with other versions than {versions}")
-    record = architectures.examine(architecture)
-    today = [row for rows in architectures.rows_of(record).values() for row in rows]
-    written = [row for rows in _tables(text).values() for row in rows if row.startswith(f"| {architecture} |")]
-    assert today == written, (
-        f"docs/architectures.md says\n{chr(10).join(written)}\nand today it is\n{chr(10).join(today)}\n"
-        f"If that is what you meant, run `{COMMAND}` and look at the page's diff."
-    )
+def test_lines_are_todays(
+    architecture: str, architectures: ModuleType, header: dict[str, str], records: dict[str, dict[str, Any]]
+) -> None:
+    if (torch.__version__, transformers.__version__) != (header["torch"], header["transformers"]):
+        pytest.skip(f"{FILE.name} was written with torch {header['torch']}, transformers {header['transformers']}")
+    today = architectures.line_of(architectures.examine(architecture))
+    assert today == records[architecture], f"if that is what you meant, run `{header['command']}` and look at the diff"
 
 
-def test_no_row_is_wrong(text: str) -> None:
-    tiled = _tables(text)["Tiled"]
-    wrong = [row for row in tiled if "| WRONG" in row]
-    assert not wrong, "gradients differ:\n" + "\n".join(wrong)
-    assert _architectures([row for row in tiled if "| raises: " in row]) == set()
-    assert len(_architectures([row for row in tiled if row.rstrip(" |").endswith("| equal")])) > 400
+def test_no_line_is_wrong(records: dict[str, dict[str, Any]]) -> None:
+    states = [record["state"] for record in records.values()]
+    assert not {"WRONG", "raises"} & set(states)
+    assert states.count("equal") > 400
 
 
-def test_the_page_was_written_with_the_pinned_transformers(text: str) -> None:
+def test_the_file_was_written_with_the_pinned_transformers(header: dict[str, str]) -> None:
     pins = (ROOT / "constraints" / "highest.txt").read_text(encoding="utf-8")
-    pinned = re.findall(r"^transformers==(\S+)$", pins, re.MULTILINE)
-    assert re.findall(r"transformers ([\d.]+),", text)[:1] == pinned, f"run `{COMMAND}`"
+    assert re.findall(r"^transformers==(\S+)$", pins, re.MULTILINE) == [header["transformers"]]
 
 
-def test_the_counts_are_of_the_rows(text: str) -> None:
-    """The summary is of the same run as the tables."""
-    tables = _tables(text)
-    said = {state: int(number) for number, state in re.findall(r"(\d+) ([a-zA-Z ]+?)[,;]", text.partition("\n\n- ")[0])}
-    results = {row.split(" | ")[0]: row.rsplit(" | ", 1)[1] for row in tables["Tiled"]}
-    assert said["equal"] == sum(result.startswith("equal") for result in results.values())
-    assert said["not compared"] == sum(result.startswith("could not be run") for result in results.values())
-    assert said["left untiled"] + said["refused"] == len(tables["Nothing tiled"])
-    assert said["not built"] == len(tables["Not built"])
+def test_the_site_shows_every_line() -> None:
+    """As a row, whatever HTML would make of an error's text; the counts above the table are of these rows."""
+    site_hooks = importlib.import_module("site_hooks")
+    block = {"blocks": 2, "where": "layers.*.mlp", "class_name": "MLP"}
+    tiled = {**block, "operator": "generic", "why": "a <b> c", "together": "norm + mlp"}
+    records = [
+        {"architecture": "a", "state": "equal", "detail": "", "tiled": [tiled], "left": [{**block, "why": "tower"}]},
+        {"architecture": "b", "state": "not built", "detail": "it needs <image>", "tiled": [], "left": []},
+    ]
+    html = site_hooks.architectures_table(records)
+    assert html.count("<tr data-state=") == 2 and 'value="not built">not built (1)' in html
+    text = re.sub(r"<[^>]+>", "", html)
+    assert "2 × layers.*.mlp MLP, generic: a &lt;b&gt; c; with norm + mlp" in text and "needs &lt;image&gt;" in text
+    summary = site_hooks.architectures_summary(site_hooks.read_architectures()[0], records)
+    assert "2 model types" in summary and "1 tiled with gradients equal" in summary and "2 blocks ran" in summary
 
 
 def test_a_wrong_gradient_is_seen(architectures: ModuleType) -> None:
@@ -111,36 +107,36 @@ def test_a_wrong_gradient_is_seen(architectures: ModuleType) -> None:
     assert architectures.difference((loss * 1.01, good), (loss, good)).startswith("WRONG")
 
 
-def test_the_page_depends_on_nothing_but_the_records(architectures: ModuleType) -> None:
-    block = {
-        "name": "layers.0.mlp",
-        "class_name": "MLP",
-        "kind": "mlp",
-        "path": "generic",
-        "not_fused": "a | b",
-        "why": "",
-    }
-    first = architectures.Record("a", blocks=[{**block, "together": ["norm", "mlp"]}], result="equal", reached=1)
+def test_the_file_depends_on_nothing_but_the_records(architectures: ModuleType) -> None:
+    block = {"name": "layers.0.mlp", "class_name": "MLP", "path": "generic", "not_fused": "a | b"}
+    blocks = [{**block, "together": ["norm", "mlp"]}, {**block, "name": "layers.1.mlp", "together": ["norm", "mlp"]}]
+    first = architectures.Record("a", blocks=blocks, result="equal", reached=1)
     second = architectures.Record("b", error="it needs <image> [2, *]")
-    page = architectures.page([first, second], "2026-01-01")
-    assert page == architectures.page([second, first], "2026-01-01")
-    assert r"| a | 1 × `layers.*.mlp` | MLP | generic: a \| b | norm + mlp | equal |" in page
-    assert r"| b | it needs &lt;image> \[2, \*\] |" in page
+    text = architectures.lines([first, second], "2026-01-01")
+    assert text == architectures.lines([second, first], "2026-01-01")
+    header, a, b = map(json.loads, text.splitlines())
+    assert header["date"] == "2026-01-01"
+    assert a["tiled"] == [
+        {"blocks": 2, "where": "layers.*.mlp", "class_name": "MLP", "operator": "generic", "why": "a | b",
+         "together": "norm + mlp"}
+    ]  # fmt: skip
+    assert (a["state"], a["detail"]) == ("equal", "1 of 2 blocks had a gradient")
+    assert (b["state"], b["detail"]) == ("not built", "it needs <image> [2, *]")
 
 
 def test_the_command_writes_a_line_per_architecture(
     architectures: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lines = tmp_path / "lines.jsonl"
-    monkeypatch.setattr(sys, "argv", ["architectures.py", "--only", "llama", "--jsonl", str(lines)])
+    file = tmp_path / "lines.jsonl"
+    monkeypatch.setattr(sys, "argv", ["architectures.py", "--only", "llama", "--write", str(file)])
     verbosity = transformers.logging.get_verbosity()
     try:
         architectures.main()
     finally:
         transformers.logging.set_verbosity(verbosity)
-    (record,) = map(json.loads, lines.read_text(encoding="utf-8").splitlines())
-    assert record["architecture"] == "llama" and record["result"] == "equal"
-    assert [block["path"] for block in record["blocks"]] == ["fused", "fused"]
+    _, record = map(json.loads, file.read_text(encoding="utf-8").splitlines())
+    assert (record["architecture"], record["state"]) == ("llama", "equal")
+    assert [(block["blocks"], block["operator"]) for block in record["tiled"]] == [(2, "fused")]
     assert "1 architectures: 1 equal, 0 WRONG" in capsys.readouterr().out
 
 
