@@ -1,4 +1,4 @@
-"""Writes ``docs/reference.md``: every key of a recipe and every flag, from the schema and the command line itself.
+"""Writes the keys of a recipe and the flags into ``docs/reference.md``, from the schema and the command line itself.
 
 ``python docs/reference.py`` after a key or a flag has changed; a test compares.
 """
@@ -20,19 +20,15 @@ from seqtile.train.recipe import NAMED_MODEL_KEYS, NAMED_TRAINER_KEYS, LoraRecip
 
 PAGE = Path(__file__).with_name("reference.md")
 
-HEAD = """# Recipe keys and flags
+BEGIN, END = "<!-- begin: python docs/reference.py -->", "<!-- end -->"
 
-For those who write a recipe or a command line: every key and flag with its type and default.
-
-Written by `python docs/reference.py` from the schema and the command line, and compared with them by a test.
+RECIPE = """## Recipe keys
 
 A recipe is a YAML file of `key: value` lines, given with `seqtile train --recipe FILE`; flags win over it. `trainer:`
-passes any other argument to TRL's `SFTConfig`, `model_kwargs:` to `from_pretrained`. Flags take `-` and `_` alike.
+passes any other argument to TRL's `SFTConfig`, `model_kwargs:` to `from_pretrained`. "Other names" are those of TRL,
+Transformers, axolotl and ms-swift: those for tiling are understood, the others are answered with the name here.
 
-## Keys of a recipe
-
-The other names are those of TRL and Transformers, and of axolotl and ms-swift for tiling. A recipe that uses one is
-told the name here; those for tiling are understood.
+### Model, data, training
 """
 
 PEERS = {"tiled_mlp": ["use_tiled_mlp"], "tile": ["tiled_mlp_num_shards"]}
@@ -40,11 +36,18 @@ PEERS = {"tiled_mlp": ["use_tiled_mlp"], "tile": ["tiled_mlp_num_shards"]}
 
 
 def page() -> str:
-    """The whole page."""
+    """The whole page, with the part between the two markers made anew."""
+    before, begin, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    _, end, after = rest.partition(END)
+    return f"{before}{begin}\n\n{keys_and_flags()}\n{end}{after}"
+
+
+def keys_and_flags() -> str:
     root: Any = typer.main.get_command(build_app())
-    parts = [HEAD, *_keys(root.commands["train"]), "", "## Keys of `lora`", "", *_table(LoraRecipe, {})]
+    parts = [RECIPE, *_keys(root.commands["train"]), "", "### `lora`", "", *_table(LoraRecipe, {}), "", "## Flags", ""]
+    parts += ["Flags take `-` and `_` alike."]
     for name, command in _commands("seqtile", root):
-        parts += ["", f"## {name}", "", command.help.split("\n\n")[0].replace("\n", " "), ""]
+        parts += ["", f"### {name}", "", command.help.split("\n\n")[0].replace("\n", " "), ""]
         parts += ["| flag | takes | default | |", "|---|---|---|---|"]
         for one in command.params:
             if "--help" not in one.opts:
@@ -58,7 +61,7 @@ def _keys(train: Any) -> Iterator[str]:
     flags = {one.name: one for one in train.params}
     yield from _table(Recipe, flags)
     yield ""
-    yield "## Keys for tiling"
+    yield "### Tiling"
     yield ""
     yield from _table(OptionKeys, flags)
 

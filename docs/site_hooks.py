@@ -1,7 +1,6 @@
-"""Hooks of the site's build: the file tree and the list of names from the docstrings, their roles as plain code.
+"""Hooks of the site's build: the table of architectures, docstrings' roles as plain code, tables that a phone can show.
 
-The first use of a glossary's word on a page links to it. The pages are written as plain text too, for tools
-(``llms.txt``, ``llms-full.txt``).
+The pages are written as plain text too, for tools (``llms.txt``, ``llms-full.txt``).
 """
 
 from __future__ import annotations
@@ -17,15 +16,6 @@ from typing import Any, TypeGuard
 ROOT = Path(__file__).resolve().parents[1]
 ARCHITECTURES = "<!-- architectures: {} -->"
 TREE = "<!-- tree -->"
-NAMES = "<!-- names -->"
-GLOSSARY = "glossary"
-UNLINKED = {"names.html", "tree.html", "changes.html"}
-"""Pages of tables and lists."""
-EVERYDAY = {
-    "block", "expected", "head", "keep", "kernel", "low", "mask", "node", "peak", "row", "sequence", "state", "trace",
-    "unit", "untiled",
-}  # fmt: skip
-"""Words of the glossary that a page also uses in their everyday sense, or in every line."""
 NUMBER = re.compile(r"[(-]?\d[\d,. %x()+-]*$")
 """What a cell of a table of numbers holds."""
 SHORT = 28
@@ -45,18 +35,15 @@ def on_nav(nav: Any, **_: Any) -> None:
 
 
 def on_page_markdown(markdown: str, page: Any = None, **_: Any) -> str:
-    """Fill the pages that ask for the tree or for the names."""
-    package = ROOT / "src" / "seqtile"
-    for marker, content in ((TREE, tree), (NAMES, names)):
-        if marker in markdown:
-            markdown = markdown.replace(marker, content(package))
+    """Fill the pages that ask for the tree or for the architectures."""
+    if TREE in markdown:
+        markdown = markdown.replace(TREE, tree(ROOT / "src" / "seqtile"))
     if (marker := ARCHITECTURES.format("summary")) in markdown:
         markdown = markdown.replace(marker, architectures_summary(*read_architectures()))
     if page is not None:
         _texts[page.url] = page.title, as_text(markdown)
-        if page.url in UNLINKED or page.url == f"{GLOSSARY}.html":
-            # The search finds what explains a word before the lists that have it.
-            page.meta["search"] = {"boost": 0.2 if page.url in UNLINKED else 4}
+        if page.url == "changes.html":
+            page.meta["search"] = {"boost": 0.2}  # what explains a word comes first
     return markdown
 
 
@@ -74,7 +61,7 @@ def on_post_build(config: Any, **_: Any) -> None:
 
 
 def opening(markdown: str) -> str:
-    """The first paragraph of a page, which says whom it is for, on one line."""
+    """The first paragraph of a page, on one line."""
     paragraphs = (part for part in markdown.split("\n\n") if part.strip() and not part.startswith("#"))
     return re.sub(r"\[([^\]]+)\]\([^)]+\)", r"\1", " ".join(next(paragraphs).split()))
 
@@ -125,13 +112,9 @@ def without_the_network(html: str) -> str:
     return html
 
 
-def on_page_content(html: str, page: Any = None, **_: Any) -> str:
+def on_page_content(html: str, **_: Any) -> str:
     """``:func:`name``` is a role in docstrings; the site shows the name alone. Flags in a line of text stay whole."""
     html = re.sub(r":(?:func|class|data|meth|mod|attr):(?=<code>|<a )", "", html)
-    if page is not None and page.url == f"{GLOSSARY}.html":
-        html = re.sub(r"<tr>\n<td>([^<,]+)", lambda row: f'<tr id="{_anchor(row[1])}">\n<td>{row[1]}', html)
-    elif page is not None and page.url not in UNLINKED:
-        html = with_glossary_links(html, glossary(ROOT / "docs" / f"{GLOSSARY}.md"))
     html = re.sub(r"(?<!</span>)<code>([^<]+)</code>", _with_whole_flags, html)
     html = re.sub(
         r"<table>\n<thead>.*?</table>", lambda table: with_whole_numbers(with_labels(table[0])), html, flags=re.S
@@ -267,37 +250,6 @@ def _fits(table: str) -> bool:
     return sum(columns.values()) <= PHONE
 
 
-def glossary(page: Path) -> dict[str, str]:
-    """The words of the glossary, each with the anchor of its row."""
-    rows = re.findall(r"^\| ([^|]+?) \| (?!see )", page.read_text(encoding="utf-8"), re.M)[1:]
-    words = {word: _anchor(row.split(", ")[0]) for row in rows for word in row.split(", ") if "`" not in word}
-    return {word: anchor for word, anchor in words.items() if word not in EVERYDAY}
-
-
-def with_glossary_links(html: str, words: dict[str, str]) -> str:
-    """Link the first use of each word in the text, outside headings, code and other links."""
-    pattern = re.compile(
-        rf"(?<![\w-])({'|'.join(map(re.escape, sorted(words, key=len, reverse=True)))})(?:s|es)?(?![\w-])"
-    )
-    left, inside, parts = dict(words), 0, []
-    for part in re.split(r"(<[^>]+>)", html):
-        if tag := re.match(r"<(/?)(?:a|code|pre|h[1-6]|th|svg)\b", part):
-            inside += -1 if tag[1] else 1
-        elif not inside and not part.startswith("<"):
-            part = pattern.sub(lambda use: _link(use, left), part)
-        parts.append(part)
-    return "".join(parts)
-
-
-def _link(use: re.Match[str], left: dict[str, str]) -> str:
-    anchor = left.pop(use[1], "")
-    return f'<a class="term" href="{GLOSSARY}.html#{anchor}">{use[0]}</a>' if anchor else use[0]
-
-
-def _anchor(word: str) -> str:
-    return re.sub(r"\W+", "-", word.strip().lower())
-
-
 def _with_whole_flags(code: re.Match[str]) -> str:
     """A browser breaks a line at every space, hyphen and slash: flags stay whole, and what is short as it is."""
     if len(code[1]) <= SHORT:
@@ -316,42 +268,6 @@ def tree(package: Path) -> str:
         lines += [f"| `{file.name}` | {first_line(file)} |" for file in modules]
         lines.append("")
     return "\n".join(lines)
-
-
-def names(package: Path) -> str:
-    """One table of the public names; then each module, its classes and its functions, by their docstrings' first lines.
-
-    Args:
-        package: the package's folder; what its ``__init__`` imports for type checkers is public.
-    """
-    modules = {file: ast.parse(file.read_text(encoding="utf-8")) for file in sorted(package.rglob("*.py"))}
-    lines = ["## Public", "", "| | |", "|---|---|"]
-    for node in ast.walk(modules[package / "__init__.py"]):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(f"{package.name}."):
-            lines += [f"| `{package.name}.{name.asname}` | {_public(package, node, name)} |" for name in node.names]
-    for file, module in modules.items():
-        defined = [node for node in module.body if _is_definition(node)]
-        shown = [node for node in defined if not node.name.startswith("_")]
-        if not shown and file.stem.startswith("__"):
-            continue
-        dotted = ".".join(file.relative_to(package).with_suffix("").parts)
-        lines += ["", f"## {dotted}", "", first_line(file)]
-        if shown:
-            lines += ["", "| | |", "|---|---|"]
-            lines += [f"| `{node.name}` | {summary(ast.get_docstring(node))} |" for node in shown]
-    return "\n".join(lines)
-
-
-def _public(package: Path, origin: ast.ImportFrom, name: ast.alias) -> str:
-    """The first line of a public name's docstring, from the module that it is defined in."""
-    file = package.parent.joinpath(*str(origin.module).split("."))
-    file = file / "__init__.py" if file.is_dir() else file.with_suffix(".py")
-    for node in ast.parse(file.read_text(encoding="utf-8")).body:
-        if _is_definition(node) and node.name == name.name:
-            return summary(ast.get_docstring(node))
-        if isinstance(node, ast.ImportFrom) and any(name.name == other.name for other in node.names):
-            return _public(package, node, name)
-    raise ValueError(f"{package.name}.{name.name} is not defined in {file}: import it from where it is")
 
 
 def _is_definition(node: ast.stmt) -> TypeGuard[ast.ClassDef | ast.FunctionDef]:

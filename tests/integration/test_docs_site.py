@@ -25,7 +25,7 @@ def test_the_site_builds(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     tiling = "seqtile.integrations.callback.TilingCallback"
-    assert (tmp_path / "api.html").read_text(encoding="utf-8").count(f'id="{tiling}"') == 1
+    assert (tmp_path / "reference.html").read_text(encoding="utf-8").count(f'id="{tiling}"') == 1
     core = re.sub(r"<[^>]+>", "", (tmp_path / "how-it-works.html").read_text(encoding="utf-8"))
     last = (ROOT / "docs" / "core.py").read_text(encoding="utf-8").splitlines()[-1].strip()
     assert html.unescape(core).count(last) == 1, "docs/how-it-works.md does not include docs/core.py"
