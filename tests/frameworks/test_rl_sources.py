@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.frameworks,
     pytest.mark.skipif(
         "SEQTILE_RL_SOURCES" not in os.environ,
-        reason="SEQTILE_RL_SOURCES is not set: a folder with clones of the RL stacks (docs/rl.md, other stacks)",
+        reason="SEQTILE_RL_SOURCES is not set: a folder with clones of the RL stacks (docs/rl.md, In other RL stacks)",
     ),
 ]
 

@@ -3,8 +3,7 @@
 Read for it: ``test/chunked_loss`` and ``test/transformers/test_fused_linear_{cross_entropy,jsd}.py`` of
 linkedin/Liger-Kernel at ead96b618e5c67bddc6a6e9bcb99bfe6b5ab661c, ``tests`` of apple/ml-cross-entropy at
 d42911f9b1a1f98289bb601c35c8151562603d74, ``tests/test_utils.py`` and ``tests/experimental`` of huggingface/trl at
-f2cd57710ae345ea6428ae95363267fcf38a3dc8. docs/rl.md lists each behaviour and where it is tested; here is what no other
-file here tests.
+f2cd57710ae345ea6428ae95363267fcf38a3dc8. Here is what no other file here tests.
 """
 
 from __future__ import annotations
