@@ -135,11 +135,11 @@ def test_help_of_the_installed_command() -> None:
     assert "--max-length" in done.stdout
 
 
-def test_the_walk_throughs_verification(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_start_pages_verification(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The configuration that the page gives, and its command, with fewer tokens."""
     if not (ROOT / "docs").exists():
         pytest.skip("no docs here: the tests run from an installed package")
-    page = (ROOT / "docs" / "walkthrough.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "start.md").read_text(encoding="utf-8")
     [config] = re.findall(r"^```json\n(.*?)^```", page, re.M | re.S)
     [command] = re.findall(r"^\$ seqtile (verify .*)$", page, re.M)
     words = command.split()

@@ -59,10 +59,10 @@ def test_a_short_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
     assert "tiled 2 of 2 MLPs (Qwen3MLP), 100 tokens per tile" in shown.err
     assert "step 2/2" in shown.out and "peak activation memory" in shown.out and "runs/demo" in shown.out
     assert (tmp_path / "runs" / "demo" / "report" / "memory.png").is_file()
-    page = Path(__file__).parents[2] / "docs" / "walkthrough.md"
+    page = Path(__file__).parents[2] / "docs" / "start.md"
     if page.exists():  # the page's numbers are of a longer run; its words are a run's
-        training = page.read_text(encoding="utf-8").partition("## 5. Train")[2]
-        blocks = re.findall(r"^```\n((?:loading|data ).*?)^```", training, re.M | re.S)
+        training = page.read_text(encoding="utf-8").partition("### Train\n")[2]
+        blocks = re.findall(r"^```text\n((?:loading|data ).*?)^```", training, re.M | re.S)
         assert len(blocks) == 2
         printed = {words_of(line) for line in (shown.err + shown.out).splitlines()}
         assert [line for block in blocks for line in block.splitlines() if words_of(line) not in printed] == []
