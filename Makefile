@@ -80,7 +80,7 @@ test-lowest: $(VENV_LOWEST)/.ready  ## the core tests, with the lowest supported
 	$(call run_tests,$(VENV_LOWEST),$(SIDE_BY_SIDE) $(CORE) $(PYTEST_ARGS))
 
 # TORCH="--upgrade torch" takes the newest torch too: the build for accelerators, several GB, where no other is offered.
-test-newest: $(VENV_NEWEST)/.ready  ## what rests on other libraries, with the newest of them; ARGS="--write docs/which-line.md"
+test-newest: $(VENV_NEWEST)/.ready  ## what rests on other libraries, with the newest of them; ARGS="--write docs/integrations.md"
 	$(VENV_NEWEST)/bin/python tests/newest.py --jobs $(JOBS) $(ARGS)
 
 # The frameworks pin other versions than ours, so that each has an environment of its own (about 4 and 2 GB).

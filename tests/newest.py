@@ -1,8 +1,8 @@
 """The parts that rest on other libraries' behaviour, on the versions that are installed: `make test-newest`.
 
-    python tests/newest.py [--jobs N] [--write docs/which-line.md]
+    python tests/newest.py [--jobs N] [--write docs/integrations.md]
 
-``--write`` puts a row with the date, the versions and the counts first in the table of the file.
+``--write`` puts a row with versions, counts and date into the table of the file, in place of its last one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ PARTS = {
     "trainers": [f"integration/test_{name}.py" for name in ("train", "train_evaluation", "callback", "head_trainers")],
     "engines": [f"distributed/test_engines.py::test_equals_one_untiled_process[{case}]" for case in ENGINES],
 }
-HEADER = ["| date | versions | tests |", "|---|---|---|"]
+NAME = "| `make test-newest` |"
+HEADER = ["| what | versions | result | date |", "|---|---|---|---|"]
 
 
 class Counts:
@@ -50,12 +51,13 @@ class Counts:
 
 def table_row(counts: Counts) -> str:
     versions = {name: _compat.installed(name) for name in ("python", *_compat.TESTED)}
-    return f"| {datetime.date.today()} | {', '.join(f'{k} {v}' for k, v in versions.items() if v)} | {counts} |"
+    shown = ", ".join(f"{library} {version}" for library, version in versions.items() if version)
+    return f"{NAME} {shown} | {counts} | {datetime.date.today()} |"
 
 
 def with_row(page: str, row: str) -> str:
-    """``page`` with ``row`` first in its table; the table is added where there is none."""
-    lines = page.splitlines()
+    """``page`` with ``row`` first in its table, alone of its name; the table is added where there is none."""
+    lines = [line for line in page.splitlines() if not line.startswith(NAME)]
     if HEADER[0] not in lines:
         lines += HEADER
     lines.insert(lines.index(HEADER[0]) + len(HEADER), row)
@@ -65,7 +67,7 @@ def with_row(page: str, row: str) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="tests side by side")
-    parser.add_argument("--write", type=Path, metavar="FILE", help="add the row to a page, in Markdown")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="put the row into a page, in Markdown")
     options = parser.parse_args()
     files = [str(TESTS / file) for part in PARTS.values() for file in part]
     counts = Counts()

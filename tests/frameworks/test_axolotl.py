@@ -175,7 +175,7 @@ class Axolotl:
 
 @pytest.fixture(scope="module")
 def axolotl(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Axolotl]:
-    """Runs once each; at the end the table for docs/frameworks.md."""
+    """Runs once each; prints their losses at the end."""
     one = Axolotl(tmp_path_factory.mktemp("axolotl"))
     yield one
     rows = []

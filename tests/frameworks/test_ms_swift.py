@@ -153,7 +153,7 @@ class Swift:
 
 @pytest.fixture(scope="module")
 def swift(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Swift]:
-    """Runs once each; at the end the table for docs/frameworks.md."""
+    """Runs once each; prints their losses at the end."""
     one = Swift(tmp_path_factory.mktemp("swift"))
     yield one
     rows = [

@@ -1,7 +1,7 @@
 """Models that Unsloth's ``FastLanguageModel`` loads, tiled by its option strings, and Unsloth's own tiles under DDP.
 
 ``SEQTILE_UNSLOTH`` names an environment with Unsloth. None is made by ``make``: on a CPU its requirements have to be
-installed by hand (docs/frameworks.md).
+installed by hand (docs/integrations.md).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.frameworks,
     pytest.mark.skipif(
         "SEQTILE_UNSLOTH" not in os.environ,
-        reason="SEQTILE_UNSLOTH is not set: the path of an environment with Unsloth (docs/frameworks.md)",
+        reason="SEQTILE_UNSLOTH is not set: the path of an environment with Unsloth (docs/integrations.md)",
     ),
 ]
 
