@@ -102,7 +102,9 @@ def _default(one: Any) -> str:
 
 
 def _cell(text: str) -> str:
-    text = text.replace("|", "\\|").replace("\n", " ")
+    text = text.replace("|", "\\|").replace("\n", " ").removesuffix(".")
+    if re.match(r"[a-z]\w* (?!\()", text):  # a phrase, and not a list of values
+        text = text[:1].upper() + text[1:]
     return re.sub(r"(?<!`)\{[^}]*\}", r"`\g<0>`", text)  # outside code the site takes braces for attributes
 
 

@@ -15,7 +15,6 @@ from typing import Any, TypeGuard
 
 ROOT = Path(__file__).resolve().parents[1]
 ARCHITECTURES = "<!-- architectures: {} -->"
-TREE = "<!-- tree -->"
 NUMBER = re.compile(r"[(-]?\d[\d,. %x()+-]*$")
 """What a cell of a table of numbers holds."""
 SHORT = 28
@@ -35,9 +34,7 @@ def on_nav(nav: Any, **_: Any) -> None:
 
 
 def on_page_markdown(markdown: str, page: Any = None, **_: Any) -> str:
-    """Fill the pages that ask for the tree or for the architectures."""
-    if TREE in markdown:
-        markdown = markdown.replace(TREE, tree(ROOT / "src" / "seqtile"))
+    """Fill in the counts of the architectures."""
     if (marker := ARCHITECTURES.format("summary")) in markdown:
         markdown = markdown.replace(marker, architectures_summary(*read_architectures()))
     if page is not None:
@@ -258,31 +255,8 @@ def _with_whole_flags(code: re.Match[str]) -> str:
     return f"<code>{words}</code>"
 
 
-def tree(package: Path) -> str:
-    """One table per folder of ``package``: each module and the first line of its docstring."""
-    lines: list[str] = []
-    for folder in (package, *sorted(path for path in package.rglob("*") if (path / "__init__.py").exists())):
-        name = folder.relative_to(package.parent).as_posix()
-        lines += [f"## {name}/", "", first_line(folder / "__init__.py"), "", "| | |", "|---|---|"]
-        modules = [file for file in sorted(folder.glob("*.py")) if file.name not in ("__init__.py", "__main__.py")]
-        lines += [f"| `{file.name}` | {first_line(file)} |" for file in modules]
-        lines.append("")
-    return "\n".join(lines)
-
-
 def _is_definition(node: ast.stmt) -> TypeGuard[ast.ClassDef | ast.FunctionDef]:
     """A class or a function, but not one of the signatures that an overloaded function has besides."""
     if not isinstance(node, (ast.ClassDef, ast.FunctionDef)):
         return False
     return not any(isinstance(one, ast.Name) and one.id == "overload" for one in node.decorator_list)
-
-
-def first_line(file: Path) -> str:
-    """The first paragraph of a module's docstring, as Markdown."""
-    return summary(ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))))
-
-
-def summary(docstring: str | None) -> str:
-    """A docstring's first paragraph on one line, as Markdown."""
-    line = re.sub(r":\w+:(?=`)", "", (docstring or "").split("\n\n")[0].replace("\n", " "))
-    return line.replace("``", "`").replace("|", "\\|")

@@ -36,7 +36,7 @@ def test_the_reference_has_every_public_name() -> None:
             assert module.startswith("seqtile.integrations."), f"{module}.{name} is not public"
 
 
-@pytest.mark.parametrize("path", sorted(DOCS.glob("*.md")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))], ids=lambda path: path.stem)
 def test_files_that_a_page_names_exist(path: Path) -> None:
     """Tests, examples, benchmarks and modules in code quotes."""
     folders = "|".join(("tests", "examples", "benchmarks", "src", "constraints"))
@@ -44,6 +44,15 @@ def test_files_that_a_page_names_exist(path: Path) -> None:
         assert (ROOT / name).exists(), f"{path.name} names {name}, which does not exist"
     for name in re.findall(r"`(test_\w+\.py)`", path.read_text(encoding="utf-8")):
         assert list((ROOT / "tests").rglob(name)), f"{path.name} names {name}, which does not exist"
+
+
+def test_contributing_names_every_package() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    (tree,) = re.findall(r"^```\n(src/seqtile/.*?)^```", text, re.M | re.S)
+    packages = {file.parent.name for file in (ROOT / "src" / "seqtile").glob("*/__init__.py")}
+    assert packages <= set(re.findall(r"(\w+)/", tree)), "the tree lacks a package"
+    for name in re.findall(r"\w+\.py", tree):
+        assert (ROOT / "src" / "seqtile" / name).exists(), f"the tree names {name}"
 
 
 def test_the_rule_that_contributing_shows() -> None:
