@@ -48,7 +48,7 @@ def keys_and_flags() -> str:
     parts += ["Flags take `-` and `_` alike."]
     for name, command in _commands("seqtile", root):
         parts += ["", f"### {name}", "", command.help.split("\n\n")[0].replace("\n", " "), ""]
-        parts += ["| flag | takes | default | |", "|---|---|---|---|"]
+        parts += ["| flag | takes | default | meaning |", "|---|---|---|---|"]
         for one in command.params:
             if "--help" not in one.opts:
                 flags = ", ".join(f"`{flag}`" for flag in (*one.opts, *one.secondary_opts))
@@ -67,7 +67,7 @@ def _keys(train: Any) -> Iterator[str]:
 
 
 def _table(schema: Any, flags: dict[str, Any]) -> Iterator[str]:
-    yield "| key | type | default | other names | |"
+    yield "| key | type | default | other names | meaning |"
     yield "|---|---|---|---|---|"
     named = {**NAMED_TRAINER_KEYS, **NAMED_MODEL_KEYS}
     for key, field in schema.model_fields.items():

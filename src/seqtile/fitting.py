@@ -100,7 +100,7 @@ def fit(
         **settings: arguments of :func:`seqtile.apply`; what is not the default stays as given.
 
     Returns:
-        The :class:`Report` of :func:`seqtile.apply`; ``report.settings`` are the arguments that were chosen and
+        Report: that of :func:`seqtile.apply`; ``report.settings`` are the arguments that were chosen and
         ``report.why`` says why, one sentence each.
 
     Cost:

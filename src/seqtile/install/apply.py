@@ -116,7 +116,7 @@ def apply(
             trial of it, whole and in tiles, gives the same outputs and gradients; the report names the others.
 
     Returns:
-        A :class:`Report`: what was tiled, what was left alone and why.
+        Report: what was tiled, what was left alone and why.
 
     Cost:
         Matrix products per MLP in units of 2 * tokens * hidden * intermediate: 11 with or without a non-reentrant

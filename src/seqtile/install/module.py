@@ -50,7 +50,7 @@ def tile_module(
         keep: as for :func:`seqtile.apply`.
 
     Returns:
-        A :class:`Report` of one block.
+        Report: of one block.
 
     Cost:
         As :func:`seqtile.apply`: without an activation checkpoint around it the module's products run once more, but

@@ -51,7 +51,7 @@ def patch_tiled_mlp(
             its name. A module that is no MLP of a known shape is tiled by :func:`seqtile.tile_module`.
 
     Returns:
-        ``model``. What was tiled is logged by ``seqtile``, and :func:`seqtile.undo` takes it off.
+        nn.Module: ``model``. What was tiled is logged by ``seqtile``, and :func:`seqtile.undo` takes it off.
 
     Raises:
         UserError: an option is wrong (a target that is no number too), nothing matches, a module mixes tokens or holds

@@ -55,7 +55,7 @@ def verify(
         seed: of the random state that every run starts from.
 
     Returns:
-        A :class:`VerifyResult`; a wrong gradient is a result with ``ok=False``, not an exception, and so is a batch
+        VerifyResult: a wrong gradient is a result with ``ok=False``, not an exception, and so is a batch
         that no block was cut for.
 
     Cost:
