@@ -61,7 +61,7 @@ class Run:
 
 
 _GIST = "llama-7b --device a100-80 --gpus 8 --engine zero3 --loss full --tile none --max-length 4096"
-_ALST = "llama-8b --engine zero3 --precision mixed --checkpoint layer"
+_ALST = "llama-8b --engine zero3 --dtype mixed --checkpoint layer"
 _ALST_1 = f"{_ALST} --gpus 1"
 _ALST_8 = f"{_ALST} --device h100 --gpus 8 --offload"
 _ALST_MLP = "--blocks mlp"  # what ALST runs in tiles
@@ -72,10 +72,10 @@ _DEEPSPEED = "its configuration of DeepSpeed (buckets, gathered elements); plann
 _KBIT = "norms, embeddings and head in fp32, as PEFT prepared 4-bit models at the time"
 _STATES = "the optimiser and its precision, which were not found; planned with AdamW in bf16"
 _LITGPT = (
-    "llama-7b --device a100-40 --precision bfloat16 --tile none --loss full --checkpoint none --max-length 1304 --lora "
+    "llama-7b --device a100-40 --dtype bfloat16 --tile none --loss full --checkpoint none --max-length 1304 --lora "
     "r=8,dropout=0.05,target_modules=q_proj+v_proj"
 )
-_MST = "llama-8b --device a100-80 --precision bfloat16"
+_MST = "llama-8b --device a100-80 --dtype bfloat16"
 _HF = "llama-8b --qlora --lora r=32 --tile none --loss full --checkpoint layer"
 
 RUNS = (

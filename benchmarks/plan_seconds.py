@@ -79,7 +79,7 @@ FLAGS: tuple[tuple[float, tuple[str, ...]], ...] = (
     (0.15, ("--liger",)),
     (0.2, ("--batch-size 3",)),
     (0.2, ("--gradient-accumulation 4",)),
-    (0.2, ("--precision bfloat16", "--precision float32")),
+    (0.2, ("--dtype bfloat16", "--dtype float32")),
     (0.2, ("--optimizer sgd", "--optimizer adafactor", "--optimizer adamw-8bit")),
     (0.15, ("--sp-size 8", "--cp-size 8")),
     (0.15, ("--nodes 2",)),

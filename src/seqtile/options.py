@@ -79,38 +79,38 @@ class TilingOptions:
     """
 
     tile: int | str = option(
-        "auto", "Tile rule: auto, tokens per tile, shards:N, arctic or memory:1GiB",
+        "auto", "Tokens per tile, or a rule: auto, shards:N, arctic, memory:1GiB",
         commands=(*WITH_FLAGS, "verify"),
     )  # fmt: skip
     only: Only | None = option(
         None, "Blocks to tile: names or patterns", commands=(), plan=False, file=str | list[str] | None
     )
     trust: Only | None = option(
-        None, "Blocks to tile without a proof", commands=(), plan=False, file=str | list[str] | None
+        None, "Blocks to tile without tracing them", commands=(), plan=False, file=str | list[str] | None
     )
     blocks: str = option(
-        "auto", f"What runs in tiles: auto, mlp, mlp+norm or {WHOLE_LAYER}", commands=("train", "plan"), choices=BLOCKS,
+        "auto", f"Modules to tile: auto, mlp, mlp+norm or {WHOLE_LAYER}", commands=("train", "plan"), choices=BLOCKS,
         flag_values={word: word for word in BLOCKS if word != "none"},
     )  # fmt: skip
     path: str = option("auto", "Operator: auto, fused or generic", commands=(), recipe=False, plan=False, choices=PATHS)
-    keep: float | str = option(0.0, "Fraction of the tiles that keep gate and up, or memory:4GiB")
+    keep: float | str = option(0.0, "Fraction of tiles whose gate and up are saved, or memory:4GiB")
     loss: str | None = option(
-        None, "Head and loss: tiled or full", recipe=False, choices=("tiled",),
+        None, "LM head and loss: tiled or full", choices=("tiled",),
         flag_values={"tiled": "tiled", "full": None},
     )  # fmt: skip
-    loss_tile: int | str = option("auto", "Tokens per tile of the head", metavar="N", least=1, flag=int)
+    loss_tile: int | str = option("auto", "Tokens per tile of the LM head", metavar="N", least=1, flag=int)
     loss_impl: str = option("torch", "Kernel of the loss", commands=(), recipe=False, plan=False, choices=LOSS_KERNELS)
     checkpoint: str | None = option(
-        None, "Checkpoints: layer, attention-saved or none", choices=(*CHECKPOINT_POLICIES, "none"),
+        None, "Checkpointing: layer, attention-saved or none", choices=(*CHECKPOINT_POLICIES, "none"),
         flag_values={**{word: word for word in ("auto", *CHECKPOINT_POLICIES)}, "none": None},
     )  # fmt: skip
-    offload: bool | str = option(False, "Checkpoints wait in host memory; a size bounds it", commands=())
+    offload: bool | str = option(False, "Offload checkpoints to host memory; a size limits it", commands=())
     heads: int | str | None = option(
-        None, "Key-value heads per pass of attention; all without it", commands=("train", "plan"), metavar="N", least=1,
+        None, "Key-value heads per pass of attention (default all)", commands=("train", "plan"), metavar="N", least=1,
         flag=int, file=int | Literal["auto"] | None,
     )  # fmt: skip
     state: int | str | None = option(
-        None, "Layers with a state in tiles: auto or tokens per tile; whole without it", commands=("train", "plan"),
+        None, "Tokens per tile of layers with a state, or auto (default not tiled)", commands=("train", "plan"),
         file=int | Literal["auto"] | None,
     )  # fmt: skip
 
@@ -261,7 +261,7 @@ def from_flag(name: str, text: Any) -> Any:
                 return float(text)
         return text
     if text not in flag_values:
-        raise UserError(f"{name} {text!r} is not known here; use one of {', '.join(flag_values)}")
+        raise UserError(f"got {name} {text!r}, expected one of {', '.join(flag_values)}")
     return flag_values[text]
 
 

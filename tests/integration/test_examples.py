@@ -60,7 +60,7 @@ def test_recipe_is_the_plan_that_it_names(path: Path) -> None:
     assert values.get("engine") == flags.get("engine") and values.get("nproc", 1) == int(flags.get("gpus", 1))
     assert f"r={values['lora']['r']}" == flags["lora"] if "lora" in values else "lora" not in flags
     assert values.get("offload", False) == (flags.get("offload") == "checkpoints")
-    assert values.get("dtype") == flags.get("precision")
+    assert values.get("dtype") == flags.get("dtype")
     assert values.get("optimizer") == flags.get("optimizer")
 
 

@@ -229,7 +229,7 @@ def test_what_does_not_fit_names_the_longest_that_does_and_what_helps() -> None:
         ({"max_length": 64, "device": "h1000"}, "device 'h1000' is not listed; did you mean 'h100'"),
         ({"max_length": 64, "device": "cuda:7"}, "is not on this machine"),
         ({"max_length": 64, "optimizer": "lomo"}, "no plan knows optimiser 'lomo'"),
-        ({"max_length": 64, "engine": "horovod"}, "engine 'horovod' is not known here"),
+        ({"max_length": 64, "engine": "horovod"}, "got engine 'horovod'"),
         ({"max_length": 64, "lora": "much"}, "lora='much': expected the rank"),
         ({"max_length": 64, "tiles": 8}, "'tiles' is no key; did you mean tile"),
         ({"max_length": 2 * TOKENS}, "beyond the 4,096 positions"),

@@ -79,8 +79,8 @@ EARLY: dict[str, tuple[list[str], str]] = {
 
 NAMES = {
     "plan --model llama-8b --max-length 0": "got --max-length 0, expected at least 2",
-    "plan --model llama-8b --optimizer foo": "optimizer 'foo' is not known here",
-    "probe --model {model} --optimizer foo": "optimizer 'foo' is not known here",
+    "plan --model llama-8b --optimizer foo": "got optimizer 'foo'",
+    "probe --model {model} --optimizer foo": "got optimizer 'foo'",
     "probe --model {model} --batch-size 0": "got batch size 0, expected at least 1",
     "verify --model {model} --dtype foo": "'dtype': got 'foo'",
     "verify --model {model} --tile foo": "is not a tile rule",
@@ -160,9 +160,9 @@ def test_trackers_are_those_of_transformers_and_need_their_package(monkeypatch: 
         ("train --max-lenght 3", "seqtile train has no flag --max-lenght; did you mean --max-length?"),
         ("train --output_dir x", "seqtile train has no flag --output-dir; here it is called --output"),
         (
-            "train --dtype bfloat16",
-            "seqtile train has no flag --dtype; it is a key of the recipe: write 'dtype: VALUE' into a file, and give "
-            "it with --recipe FILE",
+            "train --rope-scaling 4",
+            "seqtile train has no flag --rope-scaling; it is a key of the recipe: write 'rope_scaling: VALUE' into a "
+            "file, and give it with --recipe FILE",
         ),
         ("train --lr 1e-4", "seqtile train has no flag --lr; here it is called --learning-rate"),
         ("train --seq_len 9", "seqtile train has no flag --seq-len; here it is called --max-length"),
@@ -240,9 +240,9 @@ def test_what_offload_names(text: str, keys: dict[str, Any]) -> None:
 
 def test_options_that_are_flags_are_keys_of_the_recipe() -> None:
     flags = {"tile": "none", "keep": "0.5", "checkpoint": "none", "loss": "tiled", "heads": 2, "blocks": "mlp"}
-    keys = {"tiled_mlp": False, "keep": 0.5, "checkpoint": "none", "heads": 2, "blocks": "mlp"}
+    keys = {"tiled_mlp": False, "keep": 0.5, "checkpoint": "none", "loss": "tiled", "heads": 2, "blocks": "mlp"}
     assert recipe_options(flags) == keys
-    with pytest.raises(seqtile.UserError, match="runs in tiles in any case"):
+    with pytest.raises(seqtile.UserError, match="--loss full"):
         recipe_options({"loss": "full"})
 
 

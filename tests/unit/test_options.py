@@ -271,12 +271,12 @@ def test_flags_become_a_request_whose_recipe_is_planned_the_same(flags: str, pla
         ("plan --tile 0", "expected at least 1"),
         (
             "plan --checkpoint some",
-            "checkpoint 'some' is not known here; use one of auto, layer, attention-saved, none",
+            "got checkpoint 'some', expected one of auto, layer, attention-saved, none",
         ),
         ("plan --blocks mlp --tile none", "drop --blocks or --tile none"),
         ("plan --keep 0.5 --tile none", "keep would be ignored"),
         ("probe --checkpoint auto", "probe layer, attention-saved or none"),
-        ("probe --tile none", "give the tile rule of the tiled side"),
+        ("probe --tile none", "use another tile rule"),
     ],
 )
 def test_a_bad_value_is_one_sentence(

@@ -260,20 +260,20 @@ def test_the_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     terms = found["terms"]["device_gib"]
     assert found["peak_at"] == str(GENERATION) and terms[GENERATOR_WEIGHTS] + terms[GENERATOR_CACHE] == pytest.approx(2)
     assert found["recipe"] is None
-    assert any("groups of 4: a reference model of its own" in note for note in found["notes"])
+    assert any("4 completions per prompt, a separate reference" in note for note in found["notes"])
 
 
 BAD = [
     (["--generator-memory", "0.3"], "add --loss grpo or drop it"),
     (["--reference"], "add --loss grpo or drop it"),
-    (["--loss", "grpo", "--generator", "here"], "use one of server, model, colocate, sleep"),
+    (["--loss", "grpo", "--generator", "here"], "expected one of server, model, colocate, sleep"),
     (["--loss", "grpo", "--generator-memory", "0.3"], "add --generator colocate or sleep"),
     (["--loss", "grpo", "--generator", "sleep", "--generator-memory", "3"], "expected a fraction of the device"),
     (["--loss", "grpo", "--generator", "sleep", "--generator-memory", "much"], "expected a fraction of the device"),
     (["--loss", "grpo", "--group-size", "1"], "expected at least 2 completions"),
     (["--loss", "grpo", "--group-size", "6", "--gradient-accumulation", "4"], "use --gradient-accumulation 6"),
     (["--loss", "grpo", "--gpus", "2", "--engine", "zero3", "--sp-size", "2"], "does not split sequences"),
-    (["--loss", "grpo", "--recipe", "recipe.yaml"], "which is a supervised step"),
+    (["--loss", "grpo", "--recipe", "recipe.yaml"], "which has no GRPO"),
 ]
 
 

@@ -131,11 +131,11 @@ def test_towers_of_one_size_make_the_same_tokens_of_every_picture() -> None:
     ("flags", "told"),
     [
         (["--images", "0"], "got --images 0, expected at least 1"),
-        (["--images", "2", "--image-tokens", "8"], "--image-tokens says what --images and --image-size make"),
-        (["--image-size", "56x56"], "give their number in a row too, --images N"),
+        (["--images", "2", "--image-tokens", "8"], "got --image-tokens with --images"),
+        (["--image-size", "56x56"], "add --images N"),
         (["--images", "2", "--image-size", "56"], "got --image-size '56', expected height and width in pixels"),
-        (["--images", "2", "--recipe", "r.yaml"], "--recipe writes what seqtile train takes, which is text"),
-        (["--images", "9", "--max-length", "144"], "144 tokens hold no text beside 144 tokens of pictures"),
+        (["--images", "2", "--recipe", "r.yaml"], "which trains on text"),
+        (["--images", "9", "--max-length", "144"], "144 tokens leave no room for text after 144 image tokens"),
         (["--images", "2", "--engine", "zero3", "--gpus", "2", "--sp-size", "2"], "that ranks share are not modelled"),
         (["--images", "2", "--loss", "grpo"], "pictures in a step of GRPO are not modelled"),
     ],
@@ -186,6 +186,6 @@ def test_the_command_says_how_many_tokens_pictures_are(tmp_path: Path, capsys: p
     assert main([*command, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["fits"] and found["recipe"] is None
-    told = "3 pictures of 56 x 56 pixels in each row, 16 tokens each, 48 of the length"
+    told = "3 images of 56 x 56 pixels per sequence, 16 tokens each, 48 in all"
     assert any(told in note for note in found["notes"])
     assert not any("pictures" in one for one in found["not_modelled"])

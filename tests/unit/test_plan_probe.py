@@ -34,7 +34,7 @@ def test_every_phase_is_where_the_plan_said(folder: Path, capsys: pytest.Capture
     pytest.importorskip("matplotlib", reason="matplotlib is not installed: it comes with seqtile[train]")
     out = folder / "out"
     arguments = ["--model", str(folder), "--max-length", "2048", "--tile", "512", "--out", str(out), "--json"]
-    how = ["--precision", "float32", "--checkpoint", "attention-saved", "--keep", "0.5"]
+    how = ["--dtype", "float32", "--checkpoint", "attention-saved", "--keep", "0.5"]
     assert main(["probe", *arguments, *how]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["tokens"], found["device"]) == (2048, "cpu")
@@ -63,15 +63,15 @@ def test_every_phase_is_where_the_plan_said(folder: Path, capsys: pytest.Capture
         (["--max-length", "9000"], "beyond the 8,192 positions"),
         (["--max-length", "8"], "at least 64"),
         (["--tile", "many"], "not a tile rule"),
-        (["--optimizer", "adam"], "use one of"),
-        (["--attention", "flash3"], "probe with flash"),
-        (["--attention", "linear"], "use one of flash"),
-        (["--checkpoint", "auto"], "chosen by seqtile plan"),
+        (["--optimizer", "adam"], "expected one of"),
+        (["--attention", "flash3"], "expected flash"),
+        (["--attention", "linear"], "expected one of flash"),
+        (["--checkpoint", "auto"], "for seqtile plan"),
         (["--checkpoint", "attention-saved", "--attention", "eager"], "plain products"),
-        (["--lora", "4", "--full"], "give one of them"),
-        (["--tile", "none"], "tiled and untiled"),
+        (["--lora", "4", "--full"], "use one"),
+        (["--tile", "none"], "compares tiled with untiled"),
         (["--keep", "2"], "outside 0.0 to 1.0"),
-        (["--precision", "int8"], "use one of mixed"),
+        (["--dtype", "int8"], "expected one of mixed"),
     ],
 )
 def test_bad_input_is_one_sentence(
@@ -143,5 +143,5 @@ def test_a_directory_that_cannot_be_made_is_said(folder: Path, capsys: pytest.Ca
     taken = folder / "config.json"
     before = taken.read_bytes()
     assert main(["probe", "--model", str(folder), "--out", str(taken)]) == 2
-    assert "give another directory" in capsys.readouterr().err
+    assert "another directory" in capsys.readouterr().err
     assert taken.read_bytes() == before

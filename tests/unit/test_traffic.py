@@ -132,19 +132,19 @@ def test_the_command_plans_a_ring_of_a_length_and_says_how_long_its_bytes_take(
     assert found["command"].startswith("seqtile train --recipe RECIPE --dataset DATA --nodes 2 --node-rank R")
     assert (found["inside_a_node_gib"], found["inside_a_node_seconds"]) == ({}, None)
     assert main(["plan", "--model", str(tmp_path), "--node-link", "8"]) == 2
-    assert "nodes above 1" in capsys.readouterr().err
+    assert "at least 2 nodes" in capsys.readouterr().err
     assert main(["plan", "--model", str(tmp_path), *flags, "--node-link", "inf"]) == 2
-    assert "got --node-link inf and --nodes 2, expected a speed above 0" in capsys.readouterr().err
+    assert "got --node-link inf with --nodes 2, expected a bandwidth above 0" in capsys.readouterr().err
     assert [*found["max_length_by_split"]] == ["1", "2"] and found["max_length_by_split"]["2"] == found["max_length"]
     assert main(["plan", "--model", str(tmp_path), *flags, "--device-link", "3600"]) == 2
-    assert "more devices than nodes" in capsys.readouterr().err
+    assert "several devices per node" in capsys.readouterr().err
     flags[3] = "4"
     more = ["--max-length", "262144", "--device-link", "8", "--recipe", str(tmp_path / "a recipe.yaml")]
     assert main(["plan", "--model", str(tmp_path), *flags, *more]) == 0
     told = capsys.readouterr().out
-    assert f"Start it on each node with: seqtile train --recipe '{tmp_path}/a recipe.yaml' --dataset DATA" in told
-    assert "Between nodes a step moves" in told and "GiB out of each device: weights" in told
-    assert re.search(r"By --cp-size: [0-9,]+ at 1, [0-9,]+ at 2, [0-9,]+ at 4\.", told)
+    assert f"Run on each node: seqtile train --recipe '{tmp_path}/a recipe.yaml' --dataset DATA" in told
+    assert "Sent by each node" in told and re.search(r"Sent by each device .* GiB \(weights", told)
+    assert re.search(r"by --cp-size: 1: [0-9,]+; 2: [0-9,]+; 4: [0-9,]+\.", told)
 
 
 def test_a_plan_refuses_a_ring_that_training_refuses() -> None:

@@ -40,7 +40,7 @@ def build_app() -> typer.Typer:
     app = typer.Typer(
         name="seqtile",
         cls=OneSentence,
-        help="Train language models on sequences that do not fit otherwise, with the same gradients.",
+        help="Train language models on longer sequences in the same memory, with the same gradients.",
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,
@@ -147,4 +147,4 @@ def _show_version(show: bool) -> None:
 def _root(
     version: bool = typer.Option(False, "--version", help="Print the version.", callback=_show_version, is_eager=True),
 ) -> None:
-    """Train language models on sequences that do not fit otherwise, with the same gradients."""
+    """Train language models on longer sequences in the same memory, with the same gradients."""

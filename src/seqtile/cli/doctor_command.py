@@ -32,13 +32,13 @@ EXTRAS = {
 
 def command(
     compat: bool = typer.Option(
-        False, "--compat", help="Show each library's tested versions, and the features that were right here."
+        False, "--compat", help="Show the tested versions of each library, and check each feature here."
     ),
     axolotl: str = typer.Option(
         "",
         "--axolotl",
         metavar="FILE",
-        help="Check an axolotl YAML: whether its seqtile: keys will be read; exit code 1 if not.",
+        help="Check that axolotl reads the seqtile: keys of this YAML; exit code 1 if not.",
     ),
 ) -> None:
     """Show versions and devices, and run each technique once here."""

@@ -72,7 +72,8 @@ def _parameter(name: str, show_default: bool, default: Any, suffix: str, hidden:
         default = f"{default:g}"
     elif how.flag is not None and not isinstance(default, how.flag):
         default = None  # a word, which a flag of another type stands for by being left out
-    option = typer.Option(default, help=f"{how.help}{suffix}.", metavar=how.metavar, min=how.least, hidden=hidden)
+    metavar = how.metavar or "VALUE"
+    option = typer.Option(default, help=f"{how.help}{suffix}.", metavar=metavar, min=how.least, hidden=hidden)
     return inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=option, annotation=flag_kind)
 
 

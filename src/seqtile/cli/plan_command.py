@@ -23,47 +23,63 @@ if TYPE_CHECKING:
 @takes_options(
     "plan",
     defaults={"loss": "tiled", "checkpoint": "auto"},
-    suffixes={"tile": ", or none", "checkpoint": "; auto: what fits", "loss": "; grpo: a step of GRPO, tiled"},
+    suffixes={"tile": ", none", "checkpoint": "; auto: what fits", "loss": "; grpo: a GRPO step, tiled"},
 )
 def command(
-    model: str = typer.Option(..., help="config.json, model directory, Hub id, or a shape: llama-8b, qwen3-8b, ..."),
-    device: str = typer.Option("h100", help="h200, h100, a100-80, a100-40, rtx4090, ... or its memory, 141GiB."),
-    gpus: int = typer.Option(1, help="Devices, of all nodes together.", metavar="N"),
-    nodes: int = typer.Option(1, help="Nodes that they are on.", metavar="N"),
-    node_link: float = typer.Option(None, help="From a node to the others, in Gbit/s: the time it takes.", metavar="G"),
-    device_link: float = typer.Option(None, help="The same from a device to those of its node.", metavar="G"),
-    max_length: int = typer.Option(None, help="Does this fit? Without it: the longest that does.", metavar="TOKENS"),
-    engine: str = typer.Option("single", help="single, ddp, fsdp2, zero2 or zero3."),
-    sp_size: int = typer.Option(1, help="Ranks that share one sequence.", metavar="N"),
-    cp_size: int = typer.Option(1, help="The same by ring attention (fsdp2).", metavar="N"),
-    full: bool = typer.Option(False, "--full", help="Train every weight (the default)."),
-    lora: str = typer.Option(None, help="Train adapters: a rank, or r=16,target_modules=q_proj+v_proj.", metavar="R"),
-    qlora: bool = typer.Option(False, "--qlora", help="Adapters on a model in 4 bits (rank 16 without --lora)."),
-    optimizer: str = typer.Option("adamw", help="adamw, adamw-8bit, lion, sgd, sgd-momentum, adafactor."),
-    precision: str = typer.Option("mixed", help="mixed, bfloat16 or float32."),
-    offload: str = typer.Option("", help="To the host: checkpoints, optimizer, weights.", metavar="WHAT,.."),
-    host_memory: str = typer.Option(None, help="Host memory of each node, 1TiB.", metavar="SIZE"),
-    attention: str = typer.Option("flash", help="flash, flash3, sdpa or eager."),
-    scans: str = typer.Option("kernels", help="Layers with a state: kernels, pytorch or installed."),
-    liger: bool = typer.Option(False, "--liger", help="With Liger's norm and SwiGLU kernels (use_liger_kernel)."),
-    images: int = typer.Option(None, help="Pictures in each row of a vision-language model.", metavar="N"),
-    image_size: str = typer.Option(None, help="Of each of them, in pixels, 1024x768.", metavar="HxW"),
-    image_tokens: int = typer.Option(None, help="Or: the tokens of each row that are pictures.", metavar="N"),
-    options: Any = None,
-    batch_size: int = typer.Option(1, help="Rows per rank and micro-batch.", metavar="N"),
-    gradient_accumulation: int = typer.Option(
-        None, help="Micro-batches per update: 1, or those of a group.", metavar="N"
+    model: str = typer.Option(
+        ..., help="config.json, model directory, Hub id, or a shape: llama-8b, qwen3-8b, ...", metavar="PATH"
     ),
-    group_size: int = typer.Option(None, help="GRPO: completions of each prompt (8).", metavar="N"),
-    reference: bool = typer.Option(False, "--reference", help="GRPO: with a frozen reference (beta above 0)."),
-    generator: str = typer.Option(None, help="GRPO: server (elsewhere), model, colocate or sleep (vLLM)."),
-    generator_memory: str = typer.Option(None, help="vLLM's on the device: a fraction, 0.3, or 24GiB.", metavar="M"),
-    explain: bool = typer.Option(False, "--explain", help="Why each setting."),
-    json: bool = typer.Option(False, "--json", help="One JSON object on stdout."),
-    recipe: str = typer.Option(None, help="Write the recipe that seqtile train takes.", metavar="FILE"),
-    plot: str = typer.Option(None, help="Write a plot, length against memory.", metavar="FILE.png"),
+    device: str = typer.Option(
+        "h100", help="h200, h100, a100-80, rtx4090, ..., or its memory such as 141GiB.", metavar="NAME"
+    ),
+    gpus: int = typer.Option(1, help="Number of devices, over all nodes.", metavar="N"),
+    nodes: int = typer.Option(1, help="Number of nodes.", metavar="N"),
+    node_link: float = typer.Option(None, help="Inter-node bandwidth in Gbit/s, for the time estimate.", metavar="G"),
+    device_link: float = typer.Option(
+        None, help="Bandwidth between devices of a node in Gbit/s, for the time estimate.", metavar="G"
+    ),
+    max_length: int = typer.Option(
+        None, help="Tokens per sequence (default: the longest that fits).", metavar="TOKENS"
+    ),
+    engine: str = typer.Option("single", help="single, ddp, fsdp2, zero2 or zero3.", metavar="NAME"),
+    sp_size: int = typer.Option(1, help="Ranks per sequence with Ulysses (zero3).", metavar="N"),
+    cp_size: int = typer.Option(1, help="Ranks per sequence with ring attention (fsdp2).", metavar="N"),
+    full: bool = typer.Option(False, "--full", help="Train every weight (default)."),
+    lora: str = typer.Option(None, help="LoRA rank, or r=16,target_modules=q_proj+v_proj.", metavar="R"),
+    qlora: bool = typer.Option(False, "--qlora", help="LoRA on 4-bit weights (default rank 16)."),
+    optimizer: str = typer.Option(
+        "adamw", help="adamw, adamw-8bit, lion, sgd, sgd-momentum or adafactor.", metavar="NAME"
+    ),
+    dtype: str = typer.Option(
+        "mixed", help="mixed (fp32 weights, bf16 products), bfloat16 or float32.", metavar="NAME"
+    ),
+    offload: str = typer.Option("", help="To the host: checkpoints, optimizer, weights.", metavar="WHAT,.."),
+    host_memory: str = typer.Option(None, help="Host memory per node, such as 1TiB.", metavar="SIZE"),
+    attention: str = typer.Option("flash", help="flash, flash3, sdpa or eager.", metavar="NAME"),
+    scans: str = typer.Option(
+        "kernels", help="Layers with a state run in kernels, pytorch or what is installed.", metavar="NAME"
+    ),
+    liger: bool = typer.Option(False, "--liger", help="Liger's norm and SwiGLU kernels (use_liger_kernel)."),
+    images: int = typer.Option(None, help="Images per sequence, for vision-language models.", metavar="N"),
+    image_size: str = typer.Option(None, help="Height and width of each image in pixels, 1024x768.", metavar="HxW"),
+    image_tokens: int = typer.Option(None, help="Image tokens per sequence, instead of --images.", metavar="N"),
+    options: Any = None,
+    batch_size: int = typer.Option(1, help="Sequences per rank and micro-batch.", metavar="N"),
+    gradient_accumulation: int = typer.Option(
+        None, help="Micro-batches per optimizer step (default 1; GRPO: a whole group).", metavar="N"
+    ),
+    group_size: int = typer.Option(None, help="GRPO: completions per prompt (default 8).", metavar="N"),
+    reference: bool = typer.Option(False, "--reference", help="GRPO: with a reference model (beta above 0)."),
+    generator: str = typer.Option(
+        None, help="GRPO: server (default), model, colocate or sleep (vLLM on the device).", metavar="NAME"
+    ),
+    generator_memory: str = typer.Option(None, help="vLLM's share of the device: 0.3, or 24GiB.", metavar="M"),
+    explain: bool = typer.Option(False, "--explain", help="Print the reason for each setting."),
+    json: bool = typer.Option(False, "--json", help="Print one JSON object."),
+    recipe: str = typer.Option(None, help="Write a recipe for seqtile train.", metavar="FILE"),
+    plot: str = typer.Option(None, help="Write a plot of memory over length.", metavar="FILE.png"),
 ) -> None:
-    """Will it fit? The memory of a training step, by its terms. Needs no GPU and no weights."""
+    """Estimate a step's memory and the longest sequence that fits. Needs no GPU and no weights."""
     import logging
     from pathlib import Path
 
@@ -73,36 +89,37 @@ def command(
 
     # All that names, numbers and paths can have wrong comes first: what runs the step takes seconds to import.
     if full and (lora is not None or qlora):
-        raise UserError("--full trains every weight and --lora and --qlora do not; give one of them")
+        raise UserError("got --full with --lora or --qlora; use one")
     if max_length is not None and max_length < 2:
         raise UserError(f"got --max-length {max_length}, expected at least 2 tokens")
     if node_link is not None and not (0 < node_link < float("inf") and nodes > 1):
         raise UserError(
-            f"got --node-link {node_link:g} and --nodes {nodes}, expected a speed above 0 and nodes above 1"
+            f"got --node-link {node_link:g} with --nodes {nodes}, expected a bandwidth above 0 and at least 2 nodes"
         )
     if device_link is not None and not (0 < device_link < float("inf") and gpus > nodes):
         raise UserError(
-            f"got --device-link {device_link:g} with {gpus} devices on {nodes} nodes, expected a speed above 0 and "
-            "more devices than nodes"
+            f"got --device-link {device_link:g} with {gpus} devices on {nodes} nodes, expected a bandwidth above 0 and "
+            "several devices per node"
         )
     for name, file in (("--recipe", recipe), ("--plot", plot)):
         if file is not None and not Path(file).expanduser().parent.is_dir():
-            raise UserError(f"{name} {file!r}: its directory does not exist; make it first")
+            raise UserError(f"{name} {file!r}: its directory does not exist; create it first")
         if file is not None and Path(file).expanduser().is_dir():
-            raise UserError(f"{name} {file!r} is a directory; give the name of a file")
+            raise UserError(f"{name} {file!r} is a directory, expected a file name")
     if plot is not None and not plot.endswith(".png"):
-        raise UserError(f"--plot {plot!r}: expected a name that ends with .png")
+        raise UserError(f"got --plot {plot!r}, expected a name that ends with .png")
     size = _size_of(images, image_size, image_tokens)
     has_pictures = images is not None or image_tokens is not None
     policy = _policy_of(options, group_size, reference, generator, generator_memory)
     if policy is not None and recipe is not None:
         raise UserError(
-            "--recipe writes what seqtile train takes, which is a supervised step; drop it, and give the settings to "
-            "TRL's GRPOTrainer"
+            "--recipe writes a recipe for seqtile train, which has no GRPO; drop it, and use the settings with TRL's "
+            "GRPOTrainer"
         )
     if has_pictures and recipe is not None:
         raise UserError(
-            "--recipe writes what seqtile train takes, which is text; drop it, and give the settings to TRL's trainer"
+            "--recipe writes a recipe for seqtile train, which trains on text; drop it, and use the settings with "
+            "TRL's SFTTrainer"
         )
     if policy is not None:
         options = {**options, "loss": "tiled"}
@@ -112,7 +129,7 @@ def command(
         )
     tiling, (on_host, moved) = options_of(options), split_offload(offload)
     check_names(
-        engine=engine, attention=attention, precision=precision, optimizer=optimizer, engine_offload=moved, gpus=gpus,
+        engine=engine, attention=attention, precision=dtype, optimizer=optimizer, engine_offload=moved, gpus=gpus,
         sp_size=sp_size, batch=batch_size, accumulation=gradient_accumulation, nodes=nodes, scans=scans,
         cp_size=cp_size, max_length=max_length,
     )  # fmt: skip
@@ -129,14 +146,14 @@ def command(
         if is_masked_lm(config):
             if recipe is not None:
                 raise UserError(
-                    "--recipe writes what seqtile train takes, which is a causal language model; drop it, and train "
-                    "the encoder with transformers' Trainer after seqtile.apply"
+                    "--recipe writes a recipe for seqtile train, which trains causal language models; drop it, and "
+                    "train the encoder with transformers' Trainer after seqtile.apply"
                 )
             if policy is None:
                 tiling = replace(tiling, loss=None)  # the default is of causal language models; the notes say so
         request = Request(
             model=model, config=config, device=target, gpus=gpus, host_memory=of_the_host, engine=engine,
-            sp_size=sp_size, cp_size=cp_size, lora=adapters, qlora=qlora, optimizer=optimizer, precision=precision,
+            sp_size=sp_size, cp_size=cp_size, lora=adapters, qlora=qlora, optimizer=optimizer, precision=dtype,
             engine_offload=moved, attention=attention, options=replace(tiling, offload=on_host), batch=batch_size,
             accumulation=gradient_accumulation, nodes=nodes, liger=liger, scans=scans,
             node_link=None if node_link is None else node_link * 1e9 / 8,
@@ -161,13 +178,13 @@ def command(
     def by_split() -> dict[int, int]:
         if nodes == 1:
             return {}
-        with status(json, "looking at other numbers of ranks for a sequence"), in_one_sentence(config):
+        with status(json, "planning other numbers of ranks per sequence"), in_one_sentence(config):
             return longest_by_split(planner)
 
     def better() -> NextSetting | None:
         if not (json or max_length is None or not fits or not longest):
             return None
-        with status(json, "looking for what would buy length"), in_one_sentence(config):
+        with status(json, "planning settings for longer sequences"), in_one_sentence(config):
             return next_step(planner, longest)
 
     if nothing_fits:
@@ -183,7 +200,7 @@ def command(
 
 @contextmanager
 def status(quiet: bool, message: str) -> Iterator[Callable[[str], None]]:
-    """A line on a terminal's stderr that says what takes its time; it is told what comes next."""
+    """A spinner on stderr, where it is a terminal; yields a function that updates its text."""
     if quiet or not sys.stderr.isatty():
         yield lambda _: None
         return
@@ -194,16 +211,16 @@ def status(quiet: bool, message: str) -> Iterator[Callable[[str], None]]:
 
 
 def _size_of(count: int | None, size: str | None, tokens: int | None) -> tuple[int, int] | None:
-    """(height, width) that ``--image-size`` gives; the three flags have to go together."""
+    """(height, width) from ``--image-size``."""
     if tokens is not None and (count is not None or size is not None):
-        raise UserError("--image-tokens says what --images and --image-size make; give it or them")
+        raise UserError("got --image-tokens with --images or --image-size; use either")
     for name, number in (("--images", count), ("--image-tokens", tokens)):
         if number is not None and not 0 < number < 2**27:
             raise UserError(f"got {name} {number}, expected at least 1 and fewer than {2**27:,}")
     if size is None:
         return None
     if count is None:
-        raise UserError("--image-size is of each picture; give their number in a row too, --images N")
+        raise UserError("--image-size needs the number of images per sequence; add --images N")
     sizes = re.fullmatch(r"([1-9][0-9]{0,4})[xX]([1-9][0-9]{0,4})", size, re.ASCII)
     if sizes is None:
         raise UserError(f"got --image-size {size!r}, expected height and width in pixels, such as 1024x768")
@@ -220,19 +237,19 @@ def _policy_of(
              "--generator-memory": memory}  # fmt: skip
     if options.get("loss") != "grpo":
         if idle := [name for name, value in grpo_flags.items() if value is not None]:
-            raise UserError(f"{idle[0]} is of a step of GRPO; add --loss grpo or drop it")
+            raise UserError(f"{idle[0]} is for GRPO; add --loss grpo or drop it")
         return None
     where = "server" if generator is None else generator
     if where not in GENERATORS:
-        raise UserError(f"generator {where!r} is not known here; use one of {', '.join(GENERATORS)}")
+        raise UserError(f"got generator {where!r}, expected one of {', '.join(GENERATORS)}")
     if memory is not None and where not in ("colocate", "sleep"):
         raise UserError(
-            f"--generator-memory is of a generator that shares the device, got generator {where!r}; add --generator "
-            "colocate or sleep"
+            f"--generator-memory needs a generator on the device, got generator {where!r}; add --generator colocate "
+            "or sleep"
         )
     group = 8 if group is None else group
     if group < 2:
-        raise UserError(f"got group size {group}, expected at least 2 completions to compare with each other")
+        raise UserError(f"got group size {group}, expected at least 2 completions per prompt")
     return {"group": group, "reference": reference, "generator": where, "memory": generator_fraction(memory)}
 
 
@@ -250,8 +267,8 @@ def generator_fraction(text: str | None) -> float | None:
         good = fraction > 1
     if not good:
         raise UserError(
-            f"got --generator-memory {text!r}, expected a fraction of the device's memory above 0 and at "
-            "most 1, such as 0.3, or a size with its unit, 24GiB"
+            f"got --generator-memory {text!r}, expected a fraction of the device's memory such as 0.3, or a size such "
+            "as 24GiB"
         )
     return fraction
 
@@ -290,7 +307,7 @@ def refuse_unreachable(model: str) -> None:
 def read_adapters(*, full: bool, lora: str | None) -> Lora | None:
     """What ``--full`` and ``--lora`` ask for: adapters, or None to train every weight."""
     if full and lora is not None:
-        raise UserError("--full trains every weight and --lora does not; give one of them")
+        raise UserError("got both --full and --lora; use one")
     return None if lora is None else parse_adapters(lora)
 
 
@@ -302,5 +319,5 @@ def host_bytes(text: str | None) -> int | None:
         return None
     size = parse_bytes(text)
     if not size or not text.strip()[-1].isalpha():
-        raise UserError(f"got --host-memory {text!r}, expected a size with its unit, such as 512GiB or 1TiB")
+        raise UserError(f"got --host-memory {text!r}, expected a size such as 512GiB or 1TiB")
     return size

@@ -49,29 +49,30 @@ def show_plan(
     request = planner.request
     device = request.device
     console.print(
-        f"{request.model}: {_count(planner.counts.weights)} weights, {_count(planner.counts.trained)} train; "
-        f"{request.gpus} x {device.name} ({device.memory / GIB:.1f} GiB), {request.engine}"
-        + (f", on {request.nodes} nodes" if request.nodes > 1 else "")
+        f"{request.model}: {_count(planner.counts.weights)} parameters, {_count(planner.counts.trained)} trainable; "
+        f"{request.gpus} x {device.name} ({device.memory / GIB:.1f} GiB)"
+        + (f" on {request.nodes} nodes" if request.nodes > 1 else "")
+        + f", engine {request.engine}"
     )
     console.print(_table(estimate))
     _print_verdict(console, planner, estimate, longest, limit, max_length, better, by_split)
     if command := start_command(request, recipe_file):
-        console.print(f"Start it on each node with: {command}")
+        console.print(f"Run on each node: {command}")
     if saving is not None:
-        console.print(f"attention-saved: {saving.why}.")
+        console.print(f"--checkpoint attention-saved: {saving.why}.")
     for note in [*planner.notes(), *beyond_positions(request.model, estimate.tokens)]:
         console.print(f"Note: {note}.")
     if reasons:
         for line in explain(planner, estimate):
             console.print(f"  {line}")
-    console.print("Not modelled: " + "; ".join(not_modelled(request, estimate)) + ".", style="dim")
+    console.print("Not included: " + "; ".join(not_modelled(request, estimate)) + ".", style="dim")
     for name, file in (("recipe", recipe_file), ("plot", plot_file)):
         if file is not None:
             console.print(f"{name}: {file}")
 
 
 def _table(estimate: Estimate) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, title=f"{estimate.tokens:,} tokens a row, peak in the {estimate.peak_at}")
+    table = Table(box=box.SIMPLE_HEAD, title=f"{estimate.tokens:,} tokens per sequence, peak in the {estimate.peak_at}")
     table.title_justify = "left"
     table.add_column("GiB at the peak")
     table.add_column("device", justify="right")
@@ -106,42 +107,40 @@ def _print_verdict(
     if max_length is not None:
         if fits:
             sure = "" if planner.fits_at_the_high_estimate(estimate) else " (not at the high estimate)"
-            console.print(f"{estimate.tokens:,} tokens fit with {room / GIB:,.1f} GiB to spare{sure}.", style="bold")
+            console.print(f"{estimate.tokens:,} tokens fit, {room / GIB:,.1f} GiB to spare{sure}.", style="bold")
         elif not planner.is_generated(estimate):
-            console.print(f"{estimate.tokens:,} tokens do not fit: the generator's cache holds fewer.", style="bold")
+            console.print(f"{estimate.tokens:,} tokens exceed the generator's KV cache.", style="bold")
         elif room < 0:
-            console.print(f"{estimate.tokens:,} tokens do not fit: {-room / GIB:,.1f} GiB too much.", style="bold")
+            console.print(f"{estimate.tokens:,} tokens do not fit: {-room / GIB:,.1f} GiB over.", style="bold")
         else:
-            console.print(f"{estimate.tokens:,} tokens do not fit into the host's memory.", style="bold")
+            console.print(f"{estimate.tokens:,} tokens do not fit in host memory.", style="bold")
     high = f"({planner.sure():,} at the high estimate)"
     console.print(f"Longest sequence that fits: {longest:,} tokens {high}. Limited by {limit}.")
     if len(lengths := by_split()) > 1:
-        sizes = ", ".join(f"{length:,} at {size}" for size, length in lengths.items())
-        console.print(f"By --{SPLITS[request.engine].replace('_', '-')}: {sizes}.")
+        sizes = ", ".join(f"{size}: {length:,}" for size, length in lengths.items())
+        console.print(f"Longest by --{SPLITS[request.engine].replace('_', '-')}: {sizes.replace(', ', '; ')}.")
     if (step := better()) is not None:
-        file = "; --recipe FILE writes it for seqtile train" if request.has_recipe else ""
-        console.print(f"Next: {step.flags} reaches {step.length:,} tokens ({step.why}){file}.", soft_wrap=True)
+        console.print(f"Next: {step.flags} reaches {step.length:,} tokens ({step.why}).", soft_wrap=True)
     work = planner.work(estimate.tokens)
-    rows = "one row" if request.batch == 1 else f"{request.batch:,} rows"
-    attention_share = work.attention / work.total
-    line = f"One step of {rows}: {work.total:.3g} floating-point operations, {attention_share:.0%} attention"
+    batch = "1 sequence" if request.batch == 1 else f"{request.batch:,} sequences"
+    line = f"Step of {batch}: {work.total:.3g} FLOPs, {work.attention / work.total:.0%} in attention"
     if request.device.tflops is not None:
         seconds, share = work.seconds(request.device.tflops, request.split), work.efficiency(request.device.tflops)
-        line += f"; an estimate of {_time(seconds)}, {share:.0%} of {request.device.tflops:g} TFLOPS"
+        line += f"; estimated {_time(seconds)} at {share:.0%} of {request.device.tflops:g} TFLOPS"
     console.print(line + ".")
     if moved := bytes_between_nodes(request, planner.counts, estimate.tokens):
-        console.print(f"Between nodes a step moves {_traffic(moved, request.node_link, 'each')}.")
+        console.print(f"Sent by each node per step: {_traffic(moved, request.node_link)}.")
     if (request.nodes > 1 or request.device_link) and (
         inside := bytes_inside_a_node(request, planner.counts, estimate.tokens)
     ):
-        console.print(f"Inside a node it moves {_traffic(inside, request.device_link, 'each device')}.")
+        console.print(f"Sent by each device inside its node: {_traffic(inside, request.device_link)}.")
 
 
-def _traffic(by_part: dict[str, float], link: float | None, out_of: str) -> str:
-    """``"3.2 GiB out of each: weights 2.0, gradients 1.2; 40 s at 8 Gbit/s"``."""
+def _traffic(by_part: dict[str, float], link: float | None) -> str:
+    """``"3.2 GiB (weights 2.0, gradients 1.2), 40 s at 8 Gbit/s"``."""
     parts = ", ".join(f"{name} {value / GIB:,.1f}" for name, value in by_part.items())
-    over = "" if link is None else f"; {_time(sum(by_part.values()) / link)} at {link * 8 / 1e9:g} Gbit/s"
-    return f"{sum(by_part.values()) / GIB:,.1f} GiB out of {out_of}: {parts}{over}"
+    over = "" if link is None else f", {_time(sum(by_part.values()) / link)} at {link * 8 / 1e9:g} Gbit/s"
+    return f"{sum(by_part.values()) / GIB:,.1f} GiB ({parts}){over}"
 
 
 def start_command(request: Request, recipe_file: str | None) -> str | None:

@@ -12,19 +12,23 @@ from seqtile.cli.option_flags import options_of, takes_options
 
 @takes_options("probe", defaults={"loss": "tiled", "checkpoint": "layer"})
 def command(
-    model: str = typer.Option(..., help="config.json, model directory, Hub id or a named shape; weights are random."),
-    max_length: int = typer.Option(8192, help="Tokens of the row.", metavar="TOKENS"),
-    full: bool = typer.Option(False, "--full", help="Train every weight (the default)."),
-    lora: str = typer.Option(None, help="Train adapters: a rank, or r=16.", metavar="R"),
-    optimizer: str = typer.Option("adamw", help="As for seqtile plan."),
-    precision: str = typer.Option("mixed", help="mixed, bfloat16 or float32."),
-    attention: str = typer.Option("flash", help="flash (PyTorch's kernel), sdpa or eager."),
+    model: str = typer.Option(
+        ..., help="config.json, model directory, Hub id or a shape; weights are random.", metavar="PATH"
+    ),
+    max_length: int = typer.Option(8192, help="Tokens per sequence.", metavar="TOKENS"),
+    full: bool = typer.Option(False, "--full", help="Train every weight (default)."),
+    lora: str = typer.Option(None, help="LoRA rank, or r=16.", metavar="R"),
+    optimizer: str = typer.Option("adamw", help="An optimizer of seqtile plan.", metavar="NAME"),
+    dtype: str = typer.Option(
+        "mixed", help="mixed (fp32 weights, bf16 products), bfloat16 or float32.", metavar="NAME"
+    ),
+    attention: str = typer.Option("flash", help="flash (PyTorch's kernel), sdpa or eager.", metavar="NAME"),
     options: Any = None,
-    batch_size: int = typer.Option(1, help="Rows.", metavar="N"),
-    out: str = typer.Option("runs/probe", help="Directory of the plot and of the snapshot.", metavar="DIR"),
-    json: bool = typer.Option(False, "--json", help="One JSON object on stdout."),
+    batch_size: int = typer.Option(1, help="Sequences per step.", metavar="N"),
+    out: str = typer.Option("runs/probe", help="Directory for the plot and the memory snapshot.", metavar="DIR"),
+    json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
-    """One real training step here, beside its plan. Peaks per phase, and a timeline."""
+    """Measure one training step here and compare it with its plan."""
     import json as writer
     import logging
     from pathlib import Path
@@ -35,15 +39,15 @@ def command(
     adapters = read_adapters(full=full, lora=lora)
     tiling = options_of(options)
     if tiling.checkpoint == "auto":
-        raise UserError("checkpoint 'auto' is chosen by seqtile plan; probe layer, attention-saved or none")
+        raise UserError("checkpoint 'auto' is for seqtile plan; probe layer, attention-saved or none")
     if attention == "flash3":
-        raise UserError("attention 'flash3' needs its own package; probe with flash, which is PyTorch's kernel")
+        raise UserError("got attention 'flash3', expected flash (PyTorch's kernel), sdpa or eager")
     if not tiling.tiled:
-        raise UserError("a probe runs tiled and untiled; give the tile rule of the tiled side")
+        raise UserError("got --tile none, but a probe compares tiled with untiled; use another tile rule")
     if max_length < 64:
         raise UserError(f"got --max-length {max_length}, expected at least 64 tokens")
     check_names(
-        engine="single", attention=attention, precision=precision, optimizer=optimizer, engine_offload=(), gpus=1,
+        engine="single", attention=attention, precision=dtype, optimizer=optimizer, engine_offload=(), gpus=1,
         sp_size=1, batch=batch_size, accumulation=1, nodes=1, scans="installed",
     )  # fmt: skip
     refuse_unreachable(model)
@@ -56,7 +60,7 @@ def command(
     device = this_device()
     request = Request(
         model=model, config=config, device=device, lora=adapters,
-        optimizer=optimizer, precision=precision, attention=attention, options=tiling, batch=batch_size,
+        optimizer=optimizer, precision=dtype, attention=attention, options=tiling, batch=batch_size,
         device_type=device.name, scans="installed",
     )  # fmt: skip
     refuse_encoder(config, model, "seqtile probe measures steps of")
@@ -69,7 +73,7 @@ def command(
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"--out {out!r} cannot be made ({error.strerror}); give another directory") from None
+        raise UserError(f"cannot create --out {out!r} ({error.strerror}); use another directory") from None
     snapshot = None if device.name == "cpu" else directory / "snapshot.pickle"
     probed = probe(config, request.setup(), max_length, snapshot, tiling.loss_tile)
     plot_timeline(probed, directory / "timeline.png")

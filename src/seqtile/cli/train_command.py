@@ -35,69 +35,72 @@ def rare(default: Any, *names: str, **how: Any) -> Any:
 
 @takes_options("train", show_default=False, hidden=True, defaults={"loss": "tiled", "checkpoint": "layer"})
 def command(
-    model: str = typer.Option(None, help="Model directory or Hub id (default the demo).", metavar="PATH"),
-    dataset: str = typer.Option(None, help="JSONL, CSV, Parquet, text, a directory or Hub id.", metavar="PATH"),
-    max_length: int = typer.Option(None, help="Tokens per row (default 8192).", metavar="TOKENS"),
-    lora: str = typer.Option(None, help="Adapters: a rank, or r=16,alpha=32,dropout=0.05.", metavar="R"),
-    qlora: bool = typer.Option(None, "--qlora", help="Adapters on 4-bit weights (rank 16)."),
-    offload: str = typer.Option(None, help="To the host: true, 64GB, optimizer, weights.", metavar="WHAT,.."),
+    model: str = typer.Option(None, help="Model directory or Hub id (default: a demo).", metavar="PATH"),
+    dataset: str = typer.Option(None, help="JSONL, CSV, Parquet or text; directory, Hub id.", metavar="PATH"),
+    max_length: int = typer.Option(None, help="Tokens per sequence (default 8192).", metavar="TOKENS"),
+    lora: str = typer.Option(None, help="LoRA rank, or r=16,alpha=32,dropout=0.05.", metavar="R"),
+    qlora: bool = typer.Option(None, "--qlora", help="LoRA on 4-bit weights (default rank 16)."),
+    offload: str = typer.Option(None, help="To the host: checkpoints, optimizer, weights.", metavar="WHAT,.."),
     engine: str = typer.Option(None, help="single (default), ddp, fsdp2, zero2 or zero3.", metavar="NAME"),
-    nproc: int = typer.Option(None, help="Processes on all nodes (one per accelerator).", metavar="N"),
-    learning_rate: float = typer.Option(None, help="Peak rate (default 2e-5, adapters 2e-4).", metavar="RATE"),
-    output: str = typer.Option(None, help="Directory of the result (default runs/NAME).", metavar="DIR"),
-    recipe: str = typer.Option(None, help="YAML file with any setting; flags win.", metavar="FILE"),
-    resume: bool = typer.Option(False, "--resume", help="Continue the run in --output."),
-    dry: bool = typer.Option(False, "--dry-run", help="Show settings, a row and the plan; stop."),
-    help_all: bool = typer.Option(False, "--help-all", help="Every flag.", is_eager=True, callback=_help_all),
+    nproc: int = typer.Option(None, help="Number of processes, over all nodes.", metavar="N"),
+    learning_rate: float = typer.Option(None, help="Peak rate (default 2e-5; LoRA 2e-4).", metavar="RATE"),
+    output: str = typer.Option(None, help="Output directory (default runs/NAME).", metavar="DIR"),
+    recipe: str = typer.Option(None, help="YAML file of settings; flags override it.", metavar="FILE"),
+    resume: bool = typer.Option(False, "--resume", help="Resume the run in --output."),
+    dry: bool = typer.Option(False, "--dry-run", help="Print settings, a sample and the plan; exit."),
+    help_all: bool = typer.Option(False, "--help-all", help="Show every flag.", is_eager=True, callback=_help_all),
     options: Any = None,
-    attention: str = rare(None, help="flash, flash3, sdpa, eager or a kernel of the Hub.", metavar="NAME"),
-    optimizer: str = rare(None, help="As for seqtile plan (default adamw), or the trainer's name.", metavar="NAME"),
-    sp_size: int = rare(None, help="Processes that share one sequence (zero3).", metavar="N"),
-    cp_size: int = rare(None, help="The same by ring attention (fsdp2).", metavar="N"),
+    attention: str = rare(None, help="flash, flash3, sdpa, eager or a kernel on the Hub.", metavar="NAME"),
+    optimizer: str = rare(
+        None,
+        help="adamw (default), adamw-8bit, lion, sgd, adafactor, sgd-momentum, or one of Transformers'.",
+        metavar="NAME",
+    ),
+    dtype: str = rare(
+        None, help="mixed (default), bfloat16, float16, float32, or auto: the checkpoint's.", metavar="NAME"
+    ),
+    sp_size: int = rare(None, help="Processes per sequence with Ulysses (zero3).", metavar="N"),
+    cp_size: int = rare(None, help="Processes per sequence with ring attention (fsdp2).", metavar="N"),
     nodes: int = rare(
         None,
         min=1,
         help="Number of nodes (detected under Slurm and torchrun). Run the same command on each.",
         metavar="N",
     ),
-    node_rank: int = rare(None, min=0, help="Which of them this is, from 0.", metavar="R"),
-    rendezvous: str = rare(None, help="Where they meet: node 0 and a free port.", metavar="HOST:PORT"),
-    wait_nodes: float = rare(None, min=1, help="Seconds to wait for the others (default 600).", metavar="SECONDS"),
-    fit: bool = rare(
-        None, "--fit/--no-fit", help="Choose what the length needs on these devices (default: on accelerators)."
-    ),
-    fit_memory: str = rare(None, help="The same for devices of this size.", metavar="SIZE"),
-    on_oom: str = rare(None, help="Out of memory: stop (default) or retry, with smaller tiles.", metavar="WHAT"),
-    eval_dataset: str = rare(None, help="Rows to evaluate on; the best checkpoint is kept.", metavar="PATH"),
+    node_rank: int = rare(None, min=0, help="Rank of this node, from 0.", metavar="R"),
+    rendezvous: str = rare(None, help="Address of node 0 and a free port.", metavar="HOST:PORT"),
+    wait_nodes: float = rare(None, min=1, help="Seconds to wait for the other nodes (default 600).", metavar="SECONDS"),
+    fit: bool = rare(None, "--fit/--no-fit", help="Choose memory settings by the plan (default: on accelerators)."),
+    fit_memory: str = rare(None, help="As --fit, for devices of this size.", metavar="SIZE"),
+    on_oom: str = rare(None, help="Out of memory: stop (default), or retry with smaller tiles.", metavar="WHAT"),
+    eval_dataset: str = rare(None, help="Dataset to evaluate on; keeps the best checkpoint.", metavar="PATH"),
     eval_steps: int = rare(None, help="Steps between evaluations (default 500).", metavar="N"),
-    skip_bad_rows: bool = rare(
-        None, "--skip-bad-rows", help="Leave out rows that nothing can be trained on, and count them."
-    ),
-    streaming: bool = rare(None, "--streaming", help="Read and check the rows while training; needs --steps."),
-    batch_size: int = rare(None, help="Rows per process and micro-batch (default 1).", metavar="N"),
-    packing: str = rare(None, help="Join rows: true (bfd), bfd_split, wrapped or false.", metavar="HOW"),
-    steps: int = rare(None, help="Optimiser steps (default one pass over the data).", metavar="N"),
-    epochs: float = rare(None, help="Passes over the data (default 1).", metavar="N"),
-    gradient_accumulation: int = rare(None, help="Micro-batches per update (default 1).", metavar="N"),
-    warmup_steps: float = rare(None, help="Steps of warm-up; below 1 a part of all.", metavar="N"),
+    skip_bad_rows: bool = rare(None, "--skip-bad-rows", help="Skip and count dataset rows without trainable tokens."),
+    streaming: bool = rare(None, "--streaming", help="Read the dataset while training; needs --steps."),
+    batch_size: int = rare(None, help="Sequences per process and micro-batch (default 1).", metavar="N"),
+    packing: str = rare(None, help="Pack documents: true (bfd), bfd_split, wrapped or false.", metavar="HOW"),
+    steps: int = rare(None, help="Optimizer steps (default: one epoch).", metavar="N"),
+    epochs: float = rare(None, help="Passes over the dataset (default 1).", metavar="N"),
+    gradient_accumulation: int = rare(None, help="Micro-batches per optimizer step (default 1).", metavar="N"),
+    warmup_steps: float = rare(None, help="Warm-up steps, or a fraction of all steps below 1.", metavar="N"),
     lr_scheduler_type: str = rare(None, help="linear (default), cosine, constant, ...", metavar="NAME"),
     save_steps: int = rare(None, help="Steps between checkpoints (default 500).", metavar="N"),
     report_to: str = rare(None, help="Trackers: wandb, tensorboard, mlflow, ...", metavar="NAME,.."),
     seed: int = rare(None, help="Seed of weights, data order and dropout (default 0).", metavar="N"),
-    trust_remote_code: bool = rare(None, "--trust-remote-code", help="Run the code that comes with the model."),
+    trust_remote_code: bool = rare(None, "--trust-remote-code", help="Run code from the model's repository."),
     resume_from: str = rare(
-        None, "--from-checkpoint", help="With --resume: this one (checkpoint-N), marked whole or not.", metavar="NAME"
+        None, "--from-checkpoint", help="With --resume: checkpoint-N, even if marked incomplete.", metavar="NAME"
     ),
     trust_checkpoint: bool = rare(
-        False, "--trust-checkpoint", help="With --resume: load its pickles whatever they would run."
+        False, "--trust-checkpoint", help="With --resume: unpickle the checkpoint without checks."
     ),
     overwrite: bool = rare(False, "--overwrite", help="Replace an earlier run."),
-    compare: bool = rare(None, "--compare/--no-compare", help="End with tiled against untiled on one batch."),
-    tiled_mlp: str = rare(None, help="Tile at all (default true), as axolotl spells it.", metavar="BOOL"),
-    use_tiled_mlp: str = rare(None, help="The same, as ms-swift spells it.", metavar="BOOL"),
-    tiled_mlp_num_shards: str = rare(None, help="The same as --tile shards:N.", metavar="N"),
+    compare: bool = rare(None, "--compare/--no-compare", help="Compare tiled with untiled on one batch at the end."),
+    tiled_mlp: str = rare(None, help="Tile the MLP (default true); axolotl's name.", metavar="BOOL"),
+    use_tiled_mlp: str = rare(None, help="Same as --tiled-mlp; ms-swift's name.", metavar="BOOL"),
+    tiled_mlp_num_shards: str = rare(None, help="Same as --tile shards:N.", metavar="N"),
     tiled_mlp_use_original_mlp: str = rare(
-        None, help="Changes nothing: tiles run the model's own MLP.", metavar="BOOL"
+        None, help="No effect: tiles always run the model's own MLP.", metavar="BOOL"
     ),
 ) -> None:
     """Train a causal language model on long sequences, in tiles."""
@@ -138,6 +141,7 @@ def command(
         "qlora": qlora,
         "attention": attention,
         "optimizer": optimizer,
+        "dtype": dtype,
         **({} if offload is None else offload_keys(offload)),
         **recipe_options(options),
         "engine": engine,
@@ -237,8 +241,8 @@ def offload_keys(text: str) -> dict[str, Any]:
 def recipe_options(flags: Mapping[str, Any]) -> dict[str, Any]:
     """The recipe's keys that the flags of options give; ``--tile none`` tiles nothing, as for ``seqtile plan``."""
     keys = {name: from_flag(name, value) for name, value in flags.items()}
-    if keys.pop("loss", "tiled") is None:
-        raise UserError("--loss full is for a plan: the trainer's head runs in tiles in any case; drop it")
+    if keys.get("loss", "tiled") is None:
+        raise UserError("got --loss full, but seqtile train always computes the loss in tiles; drop it")
     if "checkpoint" in keys:
         keys["checkpoint"] = keys["checkpoint"] or "none"
     if keys.get("tile") == "none":

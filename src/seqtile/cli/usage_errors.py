@@ -41,7 +41,7 @@ MEANT = {
     "cp-size": "ring cp context_parallel context_parallel_size", "warmup-steps": "warmup warmup_ratio",
     "lr-scheduler-type": "scheduler lr_scheduler schedule", "fit-memory": "memory device gpu_memory vram",
     "device": "memory gpu accelerator vram gpu_memory", "host-memory": "ram cpu_memory host_ram",
-    "precision": "dtype bf16 mixed_precision fp16",
+    "dtype": "precision bf16 fp16 torch_dtype mixed_precision",
 }  # fmt: skip
 """What other programs call our flags; a command that has none of a name is not asked for it."""
 

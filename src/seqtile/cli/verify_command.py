@@ -29,24 +29,26 @@ NO_ANSWER = 70  # EX_SOFTWARE of sysexits.h: a script must not take a crash for 
 @takes_options("verify", show_default=False, defaults={"tile": "shards:8"})
 def command(
     model: str = typer.Option(
-        ..., help="Model directory, Hub id, or a config.json (also a directory without weights): random weights."
+        ..., help="Model directory or Hub id; random weights for a config.json alone.", metavar="PATH"
     ),
-    engine: str = typer.Option(None, help="Both runs under ddp, fsdp2, zero2 or zero3 (default single: one process)."),
-    nproc: int = typer.Option(None, help="Processes (default one per accelerator).", metavar="N"),
-    lora: str = typer.Option(None, help="With adapters: a rank, or r=16,alpha=32,dropout=0.05.", metavar="R"),
-    dtype: str = typer.Option(None, help="float32, bfloat16, float16, or auto: the checkpoint's own."),
-    tokens: int = typer.Option(2048, help="Tokens per row.", metavar="N"),
-    batch_size: int = typer.Option(1, help="Rows.", metavar="N"),
+    engine: str = typer.Option(None, help="single (default), ddp, fsdp2, zero2 or zero3.", metavar="NAME"),
+    nproc: int = typer.Option(None, help="Number of processes (default: one per accelerator).", metavar="N"),
+    lora: str = typer.Option(None, help="LoRA rank, or r=16,alpha=32,dropout=0.05.", metavar="R"),
+    dtype: str = typer.Option(None, help="float32, bfloat16, float16, or auto: the checkpoint's.", metavar="NAME"),
+    tokens: int = typer.Option(2048, help="Tokens per sequence.", metavar="N"),
+    batch_size: int = typer.Option(1, help="Sequences.", metavar="N"),
     options: Any = None,
-    checkpoint: str = typer.Option("layer", help="Activation checkpoints of both runs: layer or none."),
+    checkpoint: str = typer.Option(
+        "layer", help="Activation checkpointing of both runs: layer or none.", metavar="NAME"
+    ),
     seed: int = typer.Option(0, help="Seed of tokens, random weights and dropout.", metavar="N"),
-    trust_remote_code: bool = typer.Option(False, "--trust-remote-code", help="Run code that comes with the model."),
-    as_json: bool = typer.Option(False, "--json", help="Print one JSON object and nothing else."),
+    trust_remote_code: bool = typer.Option(False, "--trust-remote-code", help="Run code from the model's repository."),
+    as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
-    """Compare one tiled forward and backward with an untiled one.
+    """Compare the gradients of a tiled and an untiled training step.
 
-    Exit code 0: the same gradients. 1: a gradient is further off than the untiled run's own error allows; its
-    parameter is named. 2: bad input. 70: the comparison itself failed.
+    Exit code 0: gradients are equal up to rounding. 1: a gradient differs; its parameter is named. 2: invalid input.
+    70: the comparison failed.
     """
     from seqtile.train.recipe import parse_lora
 

@@ -123,14 +123,14 @@ class EncoderStep(StepKind):
 
     def notes(self, request: Request, counts: Counts, states: Mapping[str, Sequence[str]]) -> list[str]:
         notes = [
-            "an encoder trains as a masked language model: its loss takes the logits of every token at once (the tiled "
-            "loss is of causal language models), and attention reads the whole row"
+            "encoders are planned as masked language models, with the logits of every token at once (loss='tiled' is "
+            "for causal language models)"
         ]
         if getattr(request.config, "sparse_prediction", False):
-            notes.append("sparse_prediction: counted as if every token were masked; logits of fewer take less")
+            notes.append("sparse_prediction is counted as if every token were masked, the upper bound")
         return notes
 
     def not_modelled(self, request: Request) -> list[str]:
         if request.attention != "sdpa":
             return []
-        return ["a [tokens, tokens] mask of each row under sdpa where rows are padded; use flash"]
+        return ["the [tokens, tokens] mask that sdpa builds for padded sequences"]

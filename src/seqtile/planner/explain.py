@@ -29,11 +29,11 @@ from seqtile.planner.techniques import (
 from seqtile.state.state_layers import can_carry
 
 NOT_MODELLED = (
-    "allocator fragmentation and driver context beyond the stated bounds",
-    "data loading, evaluation, generation and the peak while weights are loaded",
-    "padding: every row is taken to be as long as the longest",
+    "fragmentation and driver context beyond the stated bounds",
+    "model loading, data loading, evaluation and generation",
+    "shorter sequences (all are taken to have the full length)",
     "torch.compile and CUDA graphs",
-    "audio and video: count their tokens into the length",
+    "audio and video (add their tokens to the length)",
 )
 """What no plan knows."""
 
@@ -43,20 +43,20 @@ def not_modelled(request: Request, estimate: Estimate) -> list[str]:
     lacks = list(NOT_MODELLED)
     if estimate.square:
         lacks.append(
-            f"nothing smaller than the [tokens, tokens] mask that {request.attention} attention builds for this model; "
-            "flash attention needs none"
+            f"anything below the [tokens, tokens] mask that {request.attention} attention builds for this model "
+            "(--attention flash builds none)"
         )
     if wide := wide_heads(request.config):
         lacks.append(wide)
     if request.pictures is None and not request.masked:
-        lacks.append("pictures: count their tokens into the length, or give --images")
+        lacks.append("images (add their tokens to the length, or use --images)")
     for step_kind in step_kinds_of(request.config, request.setup()):
         lacks += step_kind.not_modelled(request)
     if request.attention == "sdpa" and request.grpo is None and not request.masked:
-        lacks.append("packed rows under sdpa build a [tokens, tokens] mask (16 GiB at 131,072 tokens); use flash")
+        lacks.append("the [tokens, tokens] mask that sdpa builds for packed documents (16 GiB at 131,072 tokens)")
     if request.engine == "single" or not request.sharded:
         return lacks
-    lacks.append("an engine's buffers are formulas with the engine's defaults, not measured here")
+    lacks.append("non-default buffer sizes of the engine")
     return lacks
 
 
@@ -76,22 +76,22 @@ class NextSetting:
 
 
 FLASH_ATTENTION = Technique(
-    "flash attention", {"attention": "flash"}, "no mask, no repeated keys and values", "--attention flash"
+    "flash attention", {"attention": "flash"}, "no mask and no repeated keys and values", "--attention flash"
 )
-NOTHING_KEPT = Technique("nothing kept", {"keep": 0.0}, "no gate and up kept", "--keep 0")
+NOTHING_KEPT = Technique("nothing kept", {"keep": 0.0}, "gate and up are recomputed in every tile", "--keep 0")
 OPTIMIZER_ON_HOST = Technique(
-    "optimiser on the host", {"engine_offload": ("optimizer",)}, "optimiser states live on the host"
+    "optimizer on the host", {"engine_offload": ("optimizer",)}, "optimizer states in host memory"
 )
-ZERO3 = Technique("ZeRO-3", {"engine": "zero3"}, "weights, gradients and states in shards", "--engine zero3")
+ZERO3 = Technique("ZeRO-3", {"engine": "zero3"}, "weights, gradients and states are sharded", "--engine zero3")
 EIGHT_BIT_STATES = Technique(
-    "8-bit states", {"optimizer": "adamw-8bit"}, "two bytes of state a weight, not eight", "--optimizer adamw-8bit"
+    "8-bit states", {"optimizer": "adamw-8bit"}, "2 bytes of state per weight, not 8", "--optimizer adamw-8bit"
 )
 
 
 def sleeping(grpo: Grpo | None) -> Technique:
     """vLLM's sleep mode, which frees a generator's memory while the policy trains."""
     changes = {} if grpo is None else {"grpo": replace(grpo, generator="sleep")}
-    return Technique("sleeping generator", changes, "the generator is off the device meanwhile", "--generator sleep")
+    return Technique("sleeping generator", changes, "vLLM frees its memory during the step", "--generator sleep")
 
 
 def next_step(planner: Planner, longest: int) -> NextSetting | None:
@@ -127,7 +127,7 @@ def proposals(planner: Planner) -> list[Technique]:
     sequence = Technique(
         "Ulysses",
         {"engine": "zero3", "sp_size": double},
-        "each rank holds a part of the sequence",
+        "each rank has a part of the sequence",
         f"{'' if request.engine == 'zero3' else '--engine zero3 '}--sp-size {double}",
     )
     order = (
@@ -156,38 +156,38 @@ def explain(planner: Planner, estimate: Estimate) -> list[str]:
     lines = []
     if options.tiled:
         tile = setup.options.tile
-        tiles = f"tiles of {tile:,} tokens" if isinstance(tile, int) else "no tiles at this length"
+        tiles = f"{tile:,} tokens per tile" if isinstance(tile, int) else "no tiles at this length"
         why = "MLP intermediates exist for one tile at a time"
         if request.lora is None:
-            why += "; large tiles rewrite the weights' gradients less often"
-        lines.append(f"tile {options.tile}: {tiles}. {why}.")
+            why += ", and larger tiles accumulate weight gradients less often"
+        lines.append(f"tile {options.tile}: {tiles}; {why}.")
     if options.keep:
         kept_gib, kept_tiles = terms.get(KEPT_TILES, 0.0) / 2**30, float(setup.options.keep)
         lines.append(f"keep {options.keep}: {kept_tiles:.0%} of the tiles keep gate and up, {kept_gib:,.1f} GiB.")
     if options.loss:
         whole = 14 * planner.counts.vocabulary * planner.local(estimate.tokens) / 2**30
-        lines.append(f"loss tiled: {setup.loss_tile:,} tokens of logits at a time; whole, they take {whole:,.0f} GiB.")
+        lines.append(f"loss tiled: logits of {setup.loss_tile:,} tokens at a time; all would take {whole:,.0f} GiB.")
     kept = terms.get(CHECKPOINTS, 0.0) / 2**30
     if options.checkpoint is not None:
         location = "in flight, the rest on the host" if options.offload else "on the device"
         only = " only" if options.checkpoint == "layer" else ""
-        lines.append(f"activation checkpointing: each layer keeps its input{only}, {kept:,.1f} GiB {location}.")
+        lines.append(f"checkpoint {options.checkpoint}: each layer saves its input{only}, {kept:,.1f} GiB {location}.")
         if options.checkpoint == "attention-saved":
             outputs = terms.get(KEPT, 0.0) / 2**30
             lines.append(
-                f"attention-saved: each layer keeps attention's output and log-sum-exp, {outputs:,.1f} GiB {location}; "
-                f"attention's kernel runs forward once, not twice{recomputed(planner.states)}."
+                f"attention-saved: each layer saves attention's output and log-sum-exp, {outputs:,.1f} GiB {location}; "
+                f"the recompute skips attention's kernel{recomputed(planner.states)}."
             )
     if request.attention in ("flash", "flash3"):
-        lines.append("flash attention: nothing of [tokens, tokens] is built.")
+        lines.append(f"attention {request.attention}: no [tokens, tokens] tensor is built.")
     if fastest := recommended(request.device.capability):
-        lines.append(f"fastest attention of this device: {fastest}.")
+        lines.append(f"fastest attention on this device: {fastest}.")
     if request.sharded:
         what = "" if request.engine == "zero2" else "weights, "
-        lines.append(f"{request.engine}: {what}gradients and states in {request.gpus} parts.")
+        lines.append(f"engine {request.engine}: {what}gradients and optimizer states in {request.gpus} shards.")
     if request.split > 1:
-        setting = "sp-size" if request.sp_size > 1 else "cp-size"
-        lines.append(f"{setting} {request.split}: each rank holds {planner.local(estimate.tokens):,} tokens.")
+        setting = "sp_size" if request.sp_size > 1 else "cp_size"
+        lines.append(f"{setting} {request.split}: {planner.local(estimate.tokens):,} tokens per rank.")
     return lines
 
 
@@ -245,11 +245,8 @@ def recipe(planner: Planner, tokens: int) -> dict[str, Any]:
         keys["qlora"] = True
     if request.optimizer != "adamw":
         keys["optimizer"] = request.optimizer
-    trainer: dict[str, Any] = {"bf16": False} if request.precision == "float32" else {}
     if request.liger:
-        trainer["use_liger_kernel"] = True
-    if trainer:
-        keys["trainer"] = trainer
+        keys["trainer"] = {"use_liger_kernel": True}
     return keys
 
 

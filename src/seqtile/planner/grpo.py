@@ -184,26 +184,22 @@ class GrpoStep(StepKind):
         reference = "no reference (beta 0)"
         if grpo.reference:
             reference = (
-                "a reference model of its own" if _own_reference(request) else "the reference is the adapters off"
+                "a separate reference model"
+                if _own_reference(request)
+                else "the reference is the model without adapters"
             )
-        notes = [
-            f"GRPO, groups of {grpo.group}: {reference}; every token, prompt or completion, is taken to be trained"
-        ]
+        notes = [f"GRPO with {grpo.group} completions per prompt, {reference}; prompt tokens are counted as trained"]
         longest = self.most_tokens(request, counts)
         if longest is not None:
-            notes.append(
-                f"the generator's cache holds {longest:,} tokens at a time, less what vLLM takes to run a batch"
-            )
+            notes.append(f"the generator's KV cache has room for {longest:,} tokens, less vLLM's own working memory")
         elif grpo.on_device:
-            notes.append(
-                "the generator's cache holds one completion of that length at a time, the least it starts with"
-            )
+            notes.append("the generator's KV cache has room for one completion, the minimum that vLLM starts with")
         if grpo.on_device:
-            notes.append("the generator beside the trainer is a formula, not measured")
+            notes.append("the generator's memory is computed by a formula, not measured")
         return notes
 
     def not_modelled(self, request: Request) -> list[str]:
-        lacks = ["reward models, the prefill of prompts, and weights on their way to a generator"]
+        lacks = ["reward models, prompt prefill and weight transfer to the generator"]
         if request.attention == "sdpa":
-            lacks.append("a [tokens, tokens] mask for each completion that is padded under sdpa; use flash")
+            lacks.append("the [tokens, tokens] mask that sdpa builds for padded completions")
         return lacks

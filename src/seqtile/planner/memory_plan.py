@@ -466,31 +466,31 @@ def choose_attention_saved(planner: Planner, tokens: int, without: Estimate | No
     if refusal is not None:
         return planner, Saving(False, None, spared, refusal)
     if spared < WORTH:
-        why = f"would save {spared:.1%} of the step, less than the {WORTH:.0%} that count; not chosen"
+        why = f"not chosen, it saves {spared:.1%} of the step's FLOPs (worth it from {WORTH:.0%})"
         return planner, Saving(False, None, spared, why)
     outputs = planner.attention_outputs(tokens)
     extra = 0.0 if request.options.offload else outputs
-    added = f"{outputs / 2**30:,.2f} GiB more" + ("" if extra else " on the host")
+    benefit = f"saves {spared:.0%} of the step's FLOPs for"
+    added = f"{benefit} {outputs / 2**30:,.2f} GiB" + ("" if extra else " on the host")
     over = planner.at_least(tokens) + extra - request.device.memory
     if over <= 0 and without is not None and not planner.fits_at_the_high_estimate(without):
-        beyond = "not chosen: the high estimate does not fit without it (--checkpoint attention-saved plans it)"
-        return planner, Saving(False, extra, spared, f"{added}, would save {spared:.0%} of the step; {beyond}")
+        beyond = "not chosen: the high estimate does not fit even without it"
+        return planner, Saving(False, extra, spared, f"{added}; {beyond}")
     if over <= 0:  # worth fake runs
         saving = Planner(kept, like=planner)
         estimate = saving.estimate(tokens)
         crowded = estimate.moved < 1 and extra == 0  # the host has no room for all of it
         if crowded or (extra and request.pictures is not None):  # of pictures the vision tower's outputs are kept too
             extra = max(extra, estimate.device.expected - planner.estimate(tokens).device.expected)
-            added = f"{extra / 2**30:,.2f} GiB more" + (" on the device, whose host has no room for all" * crowded)
+            added = f"{benefit} {extra / 2**30:,.2f} GiB" + (" on the device, since the host is full" * crowded)
         if saving.fits_at_the_high_estimate(estimate):
-            return saving, Saving(True, extra, spared, f"{added}, saves {spared:.0%} of the step; fits, chosen")
+            return saving, Saving(True, extra, spared, f"{added}; chosen")
         if saving.fits(estimate):
-            beyond = "fits at the expected estimate, not at the high one; --checkpoint attention-saved takes it"
-            return planner, Saving(False, extra, spared, f"{added}, would save {spared:.0%} of the step; {beyond}")
+            beyond = "not chosen: fits at the expected estimate, not at the high one"
+            return planner, Saving(False, extra, spared, f"{added}; {beyond}")
         over = estimate.device.expected - request.device.memory
-    gap = f"at least {over / 2**30:,.2f} GiB too much on the device" if over > 0 else "too much for the host's memory"
-    beyond = f"does not fit, {gap}"
-    return planner, Saving(False, extra, spared, f"{added}, would save {spared:.0%} of the step; {beyond}")
+    gap = f"at least {over / 2**30:,.2f} GiB over" if over > 0 else "more than host memory"
+    return planner, Saving(False, extra, spared, f"{added}; does not fit, {gap}")
 
 
 def plan(request: Request, max_length: int | None = None) -> tuple[Planner, Estimate, int, str, Saving | None]:
@@ -523,10 +523,10 @@ def plan(request: Request, max_length: int | None = None) -> tuple[Planner, Esti
 def why_nothing_fits(request: Request, short: Estimate, limit: str) -> str:
     """What to say where no length fits, from what :func:`plan` returns."""
     return (
-        f"{request.model!r} does not fit {request.gpus} x {request.device.name} at any length: "
-        f"{short.device.expected / 2**30:.1f} GiB of {request.device.memory / 2**30:.1f} GiB before the first "
-        f"tokens, most of it {limit.partition(': ')[2]}; shard it (--engine zero3 --gpus 8), train adapters "
-        "(--lora r=16) or take a larger device"
+        f"{request.model!r} does not fit on {request.gpus} x {request.device.name} at any length: it needs "
+        f"{short.device.expected / 2**30:.1f} GiB of {request.device.memory / 2**30:.1f} GiB for a few tokens, most "
+        f"of it {limit.partition(': ')[2]}; shard it (--engine zero3 --gpus 8), train adapters (--lora 16), or use a "
+        "larger device"
     )
 
 
@@ -560,6 +560,6 @@ def _checkpoint_notes(config: Any, qlora: bool) -> list[str]:
         return []
     method = quantised.get("quant_method") if isinstance(quantised, dict) else getattr(quantised, "quant_method", None)
     return [
-        f"the model's files hold weights in {method}: they are counted as if they were loaded in 16 bits (dequantize: "
-        "true in its quantization_config), as training them needs"
+        f"the checkpoint is quantized ({method}); weights are counted in 16 bits, as training needs them "
+        "(quantization_config: {dequantize: true})"
     ]

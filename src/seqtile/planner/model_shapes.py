@@ -46,7 +46,7 @@ def beyond_positions(model: str, tokens: int) -> list[str]:
     if tokens <= positions:
         return []
     scaling = f"rope_scaling: {{rope_type: {rope_type}, factor: {math.ceil(tokens * factor / positions)}}}"
-    return [f"{model} has {positions:,} positions: to train on rows of {tokens:,} write '{scaling}' into the recipe"]
+    return [f"{model} has {positions:,} positions; to train on {tokens:,} tokens, add '{scaling}' to the recipe"]
 
 
 def refuse_missing(model: str) -> None:

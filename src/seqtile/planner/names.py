@@ -41,16 +41,16 @@ def check_names(
         UserError: with the names that are known.
     """
     for name, value, names_known in (
-        ("engine", engine, ENGINES), ("attention", attention, ATTENTIONS), ("precision", precision, PRECISIONS),
+        ("engine", engine, ENGINES), ("attention", attention, ATTENTIONS), ("dtype", precision, PRECISIONS),
         ("optimizer", optimizer, tuple(STATE_BYTES)), ("scans", scans, SCANS),
     ):  # fmt: skip
         if value not in names_known:
-            raise UserError(f"{name} {value!r} is not known here; use one of {', '.join(names_known)}")
+            raise UserError(f"got {name} {value!r}, expected one of {', '.join(names_known)}")
     engine_offload = tuple(engine_offload)
     for name in engine_offload:
         if name not in ENGINE_OFFLOADS:
             names_known = (CHECKPOINT_OFFLOAD, *ENGINE_OFFLOADS)
-            raise UserError(f"offload {name!r} is not known here; use some of {', '.join(names_known)}")
+            raise UserError(f"got offload {name!r}, expected some of {', '.join(names_known)}")
     numbers = (("gpus", gpus), ("sp-size", sp_size), ("batch size", batch), ("gradient-accumulation", accumulation),
                ("nodes", nodes), ("cp-size", cp_size))  # fmt: skip
     for name, number in numbers:

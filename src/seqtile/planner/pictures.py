@@ -237,8 +237,8 @@ class PictureStep(StepKind):
         assert request.pictures is not None
         if max_length is not None and max_length <= request.pictures.tokens:
             raise UserError(
-                f"{max_length:,} tokens hold no text beside {request.pictures.tokens:,} tokens of pictures; give a "
-                "longer --max-length, fewer pictures or smaller ones"
+                f"{max_length:,} tokens leave no room for text after {request.pictures.tokens:,} image tokens; use a "
+                "longer --max-length, or fewer or smaller images"
             )
 
     def least_tokens(self, request: Request) -> int:
@@ -249,7 +249,7 @@ class PictureStep(StepKind):
         pictures = request.pictures
         assert pictures is not None
         return [
-            f"{pictures.count:,} picture{'s' if pictures.count > 1 else ''} of {pictures.size[0]:,} x "
-            f"{pictures.size[1]:,} pixels in each row, {pictures.each:,} tokens each, {pictures.tokens:,} of the "
-            "length; the vision tower runs on them, and its operations are not in those of a step"
+            f"{pictures.count:,} image{'s' if pictures.count > 1 else ''} of {pictures.size[0]:,} x "
+            f"{pictures.size[1]:,} pixels per sequence, {pictures.each:,} tokens each, {pictures.tokens:,} in all; "
+            "the FLOPs do not include the vision tower"
         ]

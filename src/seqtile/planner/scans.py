@@ -321,9 +321,9 @@ class ScanStep(StepKind):
             which = f"{len(layers)} layer{'s' if len(layers) > 1 else ''} with a state ({kind_of_state})"
             source = SOURCES.get(kind_of_state)
             if scans == "pytorch" or source is None:
-                reason = f"as without {source}" if source else "there is no other"
-                notes.append(f"{which}: transformers' PyTorch path, {reason}")
+                reason = f"used without {source}" if source else "the only one"
+                notes.append(f"{which} run in transformers' PyTorch path, {reason}")
                 continue
-            where = "" if scans == "kernels" else ", as far as they are installed"
-            notes.append(f"{which}: a model of what {source} allocate{where}, read from their sources, not measured")
+            where = "" if scans == "kernels" else " where installed"
+            notes.append(f"{which} run in {source}{where}; their allocations are read from source, not measured")
         return notes

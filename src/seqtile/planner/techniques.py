@@ -50,21 +50,21 @@ class Technique:
 TILED_LOSS = Technique("tiled loss", {"loss": "tiled"}, "no [tokens, vocabulary] logits", "--loss tiled")
 TILED_MLP = Technique("tiled MLP", {"blocks": "auto"}, "no [tokens, intermediate] tensors", "--tile auto")
 LAYER_CHECKPOINTS = Technique(
-    "checkpoints of layer inputs", {"checkpoint": "layer"}, "a layer keeps its input only", "--checkpoint layer"
+    "checkpoints of layer inputs", {"checkpoint": "layer"}, "each layer saves its input only", "--checkpoint layer"
 )
 ATTENTION_SAVED = Technique(
-    "attention saved", {"checkpoint": "attention-saved"}, "attention's kernel runs forward once, not twice"
+    "attention saved", {"checkpoint": "attention-saved"}, "the recompute skips attention's kernel"
 )
-CHECKPOINTS_ON_HOST = Technique("checkpoints on the host", {"offload": True}, "layer inputs live on the host")
-REST_OF_LAYER = Technique("rest of the layer in tiles", {"blocks": WHOLE_LAYER}, "norms and projections in parts")
+CHECKPOINTS_ON_HOST = Technique("checkpoints on the host", {"offload": True}, "layer inputs in host memory")
+REST_OF_LAYER = Technique("rest of the layer in tiles", {"blocks": WHOLE_LAYER}, "norms and projections in tiles")
 STATE_TILES = Technique(
-    "layers with a state in tiles", {"state": "auto"}, "layers with a state one tile at a time", "--state auto"
+    "layers with a state in tiles", {"state": "auto"}, "recurrent layers one tile at a time", "--state auto"
 )
 HEADWISE_ATTENTION = Technique("head-wise attention", {"heads": 1}, "attention one group of heads at a time")
 MINIMAL_MEMORY = Technique(
     "minimal memory",
     {**REST_OF_LAYER.changes, **HEADWISE_ATTENTION.changes},
-    "norms, projections and attention in parts",
+    "norms and projections in tiles, attention by head groups",
     f"--blocks {WHOLE_LAYER} --heads 1",
 )
 

@@ -64,7 +64,7 @@ def trainer_arguments(recipe: Recipe, output: Path, *, documents: bool, rows: in
         "report_to": "none",
         "disable_tqdm": True,
         "use_cpu": on_cpu,
-        "bf16": not on_cpu and is_torch_bf16_gpu_available(),
+        "bf16": not on_cpu and recipe.dtype != "float32" and is_torch_bf16_gpu_available(),
         **recipe.optimizer_arguments,
         **_packing(recipe, documents),
         **_sequence_split(recipe),

@@ -167,4 +167,5 @@ def _precision(recipe: Recipe, config: Any) -> str:
 
     dtype = weights_dtype(recipe)
     dtype = getattr(config, "dtype", None) or torch.float32 if dtype == "auto" else dtype
-    return planned_precision(dtype, device_type(), recipe.lora is not None)
+    autocast = recipe.dtype != "float32" and recipe.trainer.get("bf16") is not False
+    return planned_precision(dtype, device_type(), recipe.lora is not None, autocast=autocast)

@@ -48,9 +48,9 @@ def load_model(recipe: Recipe) -> tuple[PreTrainedModel, PreTrainedTokenizerBase
         UserError: not there, unreachable, needs code of its own, or too few positions for ``max_length``.
     """
     if recipe.model == DEMO:
-        if recipe.weights_kwargs or recipe.rope_scaling or recipe.dtype not in (None, "float32"):
+        if recipe.weights_kwargs or recipe.rope_scaling or recipe.dtype not in (None, "mixed", "float32"):
             raise UserError(
-                "model_kwargs, attention, qlora, rope_scaling and dtype do not change the demo's model; name a model"
+                "model_kwargs, attention, qlora, rope_scaling and dtype do not apply to the demo's model; set model"
             )
         tokenizer = tokenizer_of(recipe)
         model = demo.build_demo_model(recipe.seed, tokenizer)
@@ -435,6 +435,6 @@ def weights_dtype(recipe: Recipe) -> Any:
 
     if recipe.dtype == "auto":
         return "auto"
-    if recipe.dtype is not None:
+    if recipe.dtype not in (None, "mixed"):
         return getattr(torch, recipe.dtype)
     return torch.bfloat16 if recipe.lora and torch.accelerator.is_available() else torch.float32

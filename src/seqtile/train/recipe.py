@@ -132,15 +132,17 @@ class LoraRecipe(CheckedModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     r: int = Field(16, ge=1, le=65536, description="rank")
-    alpha: float | None = Field(None, gt=0, description="scale; twice the rank when not given")
-    dropout: float = Field(0.0, ge=0, lt=1, description="of the adapters' input")
-    target_modules: str | tuple[str, ...] = Field("all-linear", description="layers that get one")
+    alpha: float | None = Field(None, gt=0, description="scale; default twice the rank")
+    dropout: float = Field(0.0, ge=0, lt=1, description="dropout on the adapters' input")
+    target_modules: str | tuple[str, ...] = Field("all-linear", description="linear layers with an adapter")
 
 
 def _key_of(name: str) -> tuple[Any, Any]:
     """Type and default of an option's key."""
     if name == "checkpoint":
         return Literal["layer", "attention-saved", "none"], "layer"
+    if name == "loss":  # the trainer's head runs in tiles in any case
+        return Literal["tiled"], "tiled"
     if name == "loss_tile":  # TRL's head takes a number of tokens, and has one of its own
         return int | None, Field(None, ge=WRITTEN[name].least)
     return file_type(name, choices=True), DEFAULTS[name]
@@ -149,7 +151,7 @@ def _key_of(name: str) -> tuple[Any, Any]:
 _Keys = create_model(
     "Keys",
     __base__=CheckedModel,
-    tiled_mlp=(bool, Field(True, description="tile at all")),
+    tiled_mlp=(bool, Field(True, description="run modules in tiles")),
     **{name: _key_of(name) for name, how in WRITTEN.items() if how.recipe},  # type: ignore[call-overload]
 )
 
@@ -167,8 +169,9 @@ def options_of_keys(keys: Any) -> TilingOptions:
     values = {name: getattr(keys, name) for name in type(keys).model_fields}
     if not values.pop("tiled_mlp"):
         values["blocks"] = "none"
-    size = values.pop("loss_tile")
-    return TilingOptions(**values, **({} if size is None else {"loss": "tiled", "loss_tile": size}))
+    if values["loss_tile"] is None:  # TRL's own tiled head
+        del values["loss"], values["loss_tile"]
+    return TilingOptions(**values)
 
 
 def keys_of(options: TilingOptions) -> dict[str, Any]:
@@ -182,7 +185,7 @@ def keys_of(options: TilingOptions) -> dict[str, Any]:
         values["blocks"] = DEFAULTS["blocks"]
     if options.loss is None:
         values["loss_tile"] = None
-    values["checkpoint"] = options.checkpoint or "none"
+    values["loss"], values["checkpoint"] = "tiled", options.checkpoint or "none"
     return values
 
 
@@ -205,36 +208,38 @@ class Recipe(CheckedModel):
     dataset_split: str = Field("train", description="split of a directory or a Hub dataset")
     eval_dataset: str | None = None
     eval_split: str = Field("test", description="split of eval_dataset")
-    skip_bad_rows: bool = Field(False, description="leave rows out that nothing can be trained on, and count them")
-    streaming: bool = Field(False, description="read the rows while training, and check each as it comes; needs steps")
+    skip_bad_rows: bool = Field(False, description="skip and count dataset rows without trainable tokens")
+    streaming: bool = Field(False, description="read the dataset while training; needs steps")
     output: str | None = None
 
     max_length: int = Field(8192, ge=2)
     packing: bool | Literal["bfd", "bfd_split", "wrapped"] | None = None
     options: InstanceOf[TilingOptions]
-    attention: str | None = Field(None, description="flash, flash3, sdpa, eager or a kernel of the Hub")
+    attention: str | None = Field(None, description="flash, flash3, sdpa, eager or a kernel on the Hub")
     lora: LoraRecipe | None = None
-    qlora: bool = Field(False, description="adapters on the model in 4 bits; of rank 16 without lora")
+    qlora: bool = Field(False, description="LoRA on 4-bit weights; rank 16 without lora")
     engine: Literal["single", "ddp", "fsdp2", "zero2", "zero3"] = "single"
-    nproc: int | None = Field(None, ge=1, description="processes, on all nodes; None is one per accelerator")
-    sp_size: int = Field(1, ge=1, description="processes that share one sequence (Ulysses)")
-    cp_size: int = Field(1, ge=1, description="processes that share one sequence (ring attention)")
+    nproc: int | None = Field(None, ge=1, description="processes over all nodes; None: one per accelerator")
+    sp_size: int = Field(1, ge=1, description="processes per sequence (Ulysses)")
+    cp_size: int = Field(1, ge=1, description="processes per sequence (ring attention)")
     engine_offload: tuple[Literal["optimizer", "weights"], ...] = Field(
-        (), description="what the engine keeps on the host"
+        (), description="what the engine keeps in host memory"
     )
 
     steps: int | None = Field(None, ge=1)
     epochs: float | None = Field(None, gt=0)
     batch_size: int = Field(1, ge=1)
-    gradient_accumulation: int = Field(1, ge=1, description="micro-batches of an optimiser step")
-    optimizer: str = Field("adamw", description="or adamw-8bit, lion, sgd, sgd-momentum, adafactor, the trainer's")
+    gradient_accumulation: int = Field(1, ge=1, description="micro-batches per optimizer step")
+    optimizer: str = Field(
+        "adamw", description="adamw, adamw-8bit, lion, sgd, adafactor, sgd-momentum, or one of Transformers'"
+    )
     learning_rate: float | None = Field(None, gt=0)
     seed: int = Field(0, ge=0, lt=2**32)
     save_steps: int | None = Field(None, ge=1)
-    eval_steps: int | None = Field(None, ge=1, description="steps between evaluations; as save_steps, or 500")
+    eval_steps: int | None = Field(None, ge=1, description="steps between evaluations; default save_steps, or 500")
 
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] | None = Field(
-        None, description="of the weights; without it float32, of a frozen base on an accelerator bfloat16"
+    dtype: Literal["mixed", "auto", "float32", "bfloat16", "float16"] | None = Field(
+        "mixed", description="mixed: fp32 weights (a frozen base in bf16), bf16 products; auto: the checkpoint's"
     )
     rope_scaling: dict[str, Any] | None = Field(None, description="such as {rope_type: yarn, factor: 4}")
     trust_remote_code: bool = False
@@ -242,12 +247,12 @@ class Recipe(CheckedModel):
     trainer: dict[str, Any] = Field(default_factory=dict, description="other arguments of TRL's SFTConfig")
 
     fit: bool | str | None = Field(
-        None, description="choose what the length needs; '16GiB' for devices of that size; None: on accelerators"
+        None, description="choose memory settings by the plan; '16GiB' sets the device memory; None: on accelerators"
     )
     on_oom: Literal["stop", "retry"] = "stop"
 
     compare: bool | None = None
-    report: bool = Field(True, description="write plots and numbers into OUTPUT/report")
+    report: bool = Field(True, description="write plots and figures to OUTPUT/report")
 
     @model_validator(mode="before")
     @classmethod
