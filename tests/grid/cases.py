@@ -191,7 +191,7 @@ _USUAL = [
     Case("opt", "linear layers in the decoder layer", "opt"),
     Case("mixtral", "experts", "mixtral", steps=2),
     Case("heads", HEADS, more={"heads": 1}, micro_steps=2, steps=2),
-    Case("heads-saved", HEADS, config=SDPA, **RECOMPUTED, more=SAVED, steps=2),
+    Case("heads-saved", HEADS, config=SDPA, **RECOMPUTED, more={**SAVED, "offload": True}, steps=2),
     Case("heads-lora", HEADS, config=SDPA, **RECOMPUTED, more=SAVED, adapters=ATTENTION),
     Case("states", STATES, **SHORT_CONVOLUTION, micro_steps=2, lengths=(2, 13)),
     Case("states-checkpoint", STATES, **_GATED_DELTANET, **RECOMPUTED),
