@@ -1,12 +1,14 @@
-"""Hybrid models family by family: what is tiled, what it buys, what is refused and why; docs/hybrid.md's table.
+"""Hybrid models family by family: what runs in tiles, and what tiles buy; the table of docs/techniques.md.
 
     python benchmarks/hybrid.py [--only FAMILY ...] [--grid] [--buys] [--write]
 
 Each family of the installed transformers is built tiny, without a network. One training step with everything in tiles,
 offloaded and with "attention-saved" checkpoints, all weights and adapters alone, is compared with the untiled model's
-(``--grid``: each technique by itself too). What tiles buy (``--buys``, a table of its own) is a fake step of 16,384
-tokens at the default widths with the first and last layer of each kind: the most that activations hold in the backward
-of one layer, untiled and tiled, both with activation checkpoints.
+(``--grid``: each technique by itself too). The errors are printed beside each line of the table.
+
+``--buys`` prints what tiled MLPs buy, by a fake step of 65,536 tokens at the default widths with the first and last
+layer of each kind: the most that activations hold in the backward of one layer, untiled and tiled, both with activation
+checkpoints.
 """
 
 from __future__ import annotations
@@ -16,11 +18,9 @@ import logging
 import os
 import sys
 import warnings
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -33,15 +33,13 @@ import seqtile
 from environment import environment, stamp
 from pages import write_between
 from seqtile._errors import UserError
-from seqtile.engines.sequence_parallel import refuse_split_states
 from seqtile.install.adapters import lora_config
 from seqtile.options import TilingOptions
 from seqtile.planner.fake_step import build_bare, fake_step
 from seqtile.planner.layer_structure import LayerSample, find_depths
 from seqtile.planner.live_at_peaks import CHECKPOINTS, GRADIENTS, OPTIMIZER, WEIGHTS
 from seqtile.planner.step_config import Setup
-from seqtile.recognise.decoder_layers import decoder_layers, states_of
-from seqtile.train.packing import check_packing
+from seqtile.recognise.decoder_layers import decoder_layers
 from tiny_models import build, tiny_config
 
 KINDS: dict[str, set[str]] = {
@@ -77,8 +75,7 @@ TOKENS = 19
 PLANNED = 65_536
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 FEW_EXPERTS = 16
-PAGE = Path(__file__).parents[1] / "docs" / "hybrid.md"
-BUYS_BEGIN, BUYS_END = "<!-- buys: written by benchmarks/hybrid.py -->", "<!-- buys: end -->"
+PAGE = Path(__file__).parents[1] / "docs" / "techniques.md"
 BEGIN, END = "<!-- families: written by benchmarks/hybrid.py -->", "<!-- families: end -->"
 
 
@@ -159,33 +156,30 @@ def errors(family: str, make: Callable[[str], Any], names: tuple[str, ...]) -> t
 
 @dataclass(frozen=True)
 class Family:
-    """One row of the table, in words."""
+    """What the table has of one family, in words."""
 
     name: str
-    layers: str
-    in_tiles: str
+    kinds: str
+    state: str
+    heads: str
     adapters: str
-    refused: str
 
 
 def describe(family: str) -> Family:
-    """What becomes of a family, but for its gradients."""
+    """What runs in tiles in a family."""
     model = model_of(family)
-    kinds = Counter(layer.kind for layer in decoder_layers(model))
-    layers = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-    settings = {**(settings_of(family, "MLP") or {"blocks": "none"}), "heads": 1}
+    kinds = dict.fromkeys(layer.kind for layer in decoder_layers(model) if layer.kind not in ("attention", "MLP"))
+    settings = {"tile": 5, "loss": "tiled", "state": 5}
+    if family in WITHOUT_MLP:
+        settings |= {"blocks": "none"}
+        del settings["tile"]
     try:
-        report = seqtile.apply(model, **settings)
+        report, by_heads = seqtile.apply(model, **settings, heads=1), "yes"
     except UserError:  # attention of no known form
-        report = seqtile.apply(model, **{**settings, "heads": None, "loss": "tiled"})
-    blocks = ", ".join(dict.fromkeys(block.class_name for block in report.blocks)) or "no MLP"
-    heads = "attention by heads" if "head-wise attention in" in str(report) else "attention whole"
+        report, by_heads = seqtile.apply(model, **settings), "no"
+    state = next((how for how in ("whole layers", "the mixers alone") if how in report.state), "no")
     excluded = lora_config(model_of(family), r=4, alpha=None, dropout=0.0, target_modules="all-linear").exclude_modules
-    return Family(family, layers, f"{blocks}; {heads}", _words(excluded), _refused(family))
-
-
-def _words(excluded: Any) -> str:
-    return f"not on {', '.join(sorted(excluded))}" if excluded else "on all linear layers"
+    return Family(family, ", ".join(kinds), state, by_heads, ", ".join(f"`{name}`" for name in sorted(excluded or ())))
 
 
 def buys(family: str) -> str:
@@ -229,41 +223,18 @@ def _backward(config: Any, setup: Setup, sample: LayerSample, kinds: list[str]) 
     return found
 
 
-def _refused(family: str) -> str:
-    """Sequence parallelism and packing: asked, not assumed."""
-    model, found = model_of(family), []
-    try:
-        refuse_split_states(family, states_of(model), 2)
-    except UserError:
-        found.append("sequence parallelism (its state would begin empty on every rank)")
-    try:
-        check_packing(model, SimpleNamespace(padding_free=False, packing=True, packing_strategy="bfd"))
-    except UserError:
-        found.append("packing (documents would read each other's state)")
-    return ", ".join(found) or "nothing"
+HEAD = ("family", "layers beside attention", "`state=`", "`heads=`", "adapters leave out")
 
 
-def row(found: Family, equal: str) -> str:
-    """A line of the table."""
-    cells = (found.name, found.layers, found.in_tiles, found.adapters, found.refused, equal)
-    return f"| {' | '.join(cells)} |"
-
-
-HEAD = (
-    "family (tiny: one layer of each kind)", "layers", "in tiles", "adapters", "refused",
-    "error of gradients: untiled, tiled; adapters: untiled, tiled",
-)  # fmt: skip
-BUYS = (
-    "family (default widths)",
-    "activations of one layer's backward, in hidden-state tensors: untiled to tiled MLPs",
-)
-
-
-def page(rows: list[str], about: dict[str, Any], head: tuple[str, ...]) -> str:
-    """The table, with what it was made with."""
+def page(families: list[Family], about: dict[str, Any]) -> str:
+    """The table, with what it was made with: a line for all families that are alike."""
+    names: dict[tuple[str, ...], list[str]] = {}
+    for family in families:
+        names.setdefault(astuple(family)[1:], []).append(family.name)
+    lines = [f"| {' | '.join((', '.join(alike), *cells))} |" for cells, alike in names.items()]
     versions = ", ".join(f"{name} {about['versions'][name]}" for name in ("torch", "transformers", "peft"))
-    made = f"{about['date'][:10]}, {about['device_name']}, {versions}; `{about['command']}`."
-    return "\n".join([made, "", f"| {' | '.join(head)} |", "|---" * len(head) + "|", *rows])
+    made = f"`{about['command']}`, {about['date'][:10]}, a CPU, {versions}."
+    return "\n".join([f"| {' | '.join(HEAD)} |", "|---" * len(HEAD) + "|", *lines, "", made])
 
 
 def main() -> int:
@@ -271,8 +242,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="FAMILY", help="these families")
     parser.add_argument("--grid", action="store_true", help="each technique by itself too")
-    parser.add_argument("--buys", action="store_true", help="what tiles buy at the default widths, instead")
-    parser.add_argument("--write", action="store_true", help="write the table into docs/hybrid.md")
+    parser.add_argument("--buys", action="store_true", help="print what tiles buy at the default widths, instead")
+    parser.add_argument("--write", action="store_true", help="write the table into docs/techniques.md")
     options = parser.parse_args()
     if options.write and options.only:
         parser.error("--write needs all families: leave out --only")
@@ -280,23 +251,19 @@ def main() -> int:
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     names = tuple(SETTINGS) if options.grid else ("all",)
-    rows = []
+    families = []
     about = stamp(environment(), ["python", *sys.argv])
     if options.buys:
         for family in options.only or KINDS:
-            rows.append(f"| {family} | {buys(family)} |")
-            print(rows[-1], flush=True)
-            if options.write:
-                some = f"{len(rows)} of {len(KINDS)} families; mixtures with {FEW_EXPERTS} experts at most"
-                write_between(PAGE, BUYS_BEGIN, BUYS_END, [page([*rows, "", f"{some}."], about, BUYS)])
+            print(f"{family}: {buys(family)}", flush=True)
         return 0
     for family in options.only or KINDS:
         full, lora = errors(family, model_of, names), errors(family, adapted, names)
-        equal = f"{full[0]:.0e}, {full[1]:.0e}; {lora[0]:.0e}, {lora[1]:.0e}"
-        rows.append(row(describe(family), equal))
-        print(rows[-1], flush=True)
+        families.append(describe(family))
+        errors_of = f"{full[0]:.0e} and {full[1]:.0e}, with adapters {lora[0]:.0e} and {lora[1]:.0e}"
+        print(f"{', '.join(filter(None, astuple(families[-1])))}; errors untiled and tiled {errors_of}", flush=True)
     if options.write:
-        write_between(PAGE, BEGIN, END, [page(rows, about, HEAD)])
+        write_between(PAGE, BEGIN, END, [page(families, about)])
     return 0
 
 

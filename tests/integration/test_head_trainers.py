@@ -167,7 +167,7 @@ def test_undone_under_trls_head(directory: Path, tmp_path: Path) -> None:
 
 
 def test_trl_refuses_lora_on_the_head(directory: Path, tmp_path: Path) -> None:
-    """Its head reads the weight alone; once it takes an adapter, docs/head.md has to say so."""
+    """Its head reads the weight alone; once it takes an adapter, docs/techniques.md has to say so."""
     with pytest.raises(ValueError, match="adapter to `lm_head` is not supported"):
         trainers.sft(directory, tmp_path, adapters=lora("q_proj", "lm_head"))
 

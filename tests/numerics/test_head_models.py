@@ -69,7 +69,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "bloom": {"n_layer": 2, "n_head": 4},  # another name for everything
     "nemotron": {"num_key_value_heads": 2},
 }
-"""docs/head.md lists every architecture of transformers; these are its kinds beyond those of the zoo."""
+"""Kinds of architectures of transformers beyond those of the zoo."""
 
 
 @pytest.mark.parametrize("architecture", [*ARCHITECTURES, *KINDS, "a vision-language model"])

@@ -101,7 +101,7 @@ def test_nothing_is_kept_but_input_output_and_sums() -> None:
 
 
 COARSE = {"tile": "shards:32"}
-"""Half the tiles of the table in docs/attention.md: quicker to count, and their buffers take twice as much."""
+"""Half the tiles of the table in docs/techniques.md: quicker to count, and their buffers take twice as much."""
 SAVED = {"checkpoint": "attention-saved"}
 
 
