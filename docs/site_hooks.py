@@ -21,8 +21,8 @@ SHORT = 28
 """Code of at most this many characters stays on one line."""
 PHONE = 44
 """Characters that fit on one line of a table on a phone, in two columns."""
-EXPONENT = re.compile(r"\d(?:\.\d+)?e-\d+")
-"""A number that a browser would break at its minus."""
+WITH_MINUS = re.compile(r"\d(?:\.\d+)?e-\d+|\d{4}-\d\d-\d\d")
+"""Numbers and dates that a browser would break at a minus."""
 
 
 _texts: dict[str, tuple[str, str]] = {}
@@ -186,8 +186,8 @@ def _architecture(record: dict[str, Any], columns: tuple[str, ...]) -> str:
 
 
 def with_whole_numbers(table: str) -> str:
-    """A table whose numbers with an exponent stay on one line."""
-    return re.sub(r"(?<=>)[^<]+", lambda text: EXPONENT.sub(r'<span class="whole">\g<0></span>', text[0]), table)
+    """A table whose dates and numbers with an exponent stay on one line."""
+    return re.sub(r"(?<=>)[^<]+", lambda text: WITH_MINUS.sub(r'<span class="whole">\g<0></span>', text[0]), table)
 
 
 def with_breaks(html: str) -> str:
