@@ -205,7 +205,7 @@ def test_a_model_without_mlps_to_tile_is_planned_whole(tmp_path: Path, capsys: p
     assert main(asked) == 2
     assert "leave MLPs whole: blocks='none' (plan: --tile none" in capsys.readouterr().err
     assert main([*asked, "--tile", "none"]) == 0
-    assert "Note: 2 layers with a state (Mamba-2): a model of what mamba-ssm" in capsys.readouterr().out
+    assert "2 layers with a state (Mamba-2) run in mamba-ssm" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_hybrid_model_over_several_ranks_is_not_planned(
@@ -223,9 +223,9 @@ def test_a_plan_says_where_there_are_no_adapters() -> None:
     request = Request("falcon", config, find_device("h200"), lora=Lora(4))
     no_adapters, model = Planner(request).notes()
     assert no_adapters.startswith("no adapters on out_proj: PEFT refuses them")
-    assert model.startswith("2 layers with a state (Mamba-2): a model of what mamba-ssm")
+    assert model.startswith("2 layers with a state (Mamba-2) run in mamba-ssm")
     *_, plain = Planner(replace(request, scans="pytorch")).notes()
-    assert plain.startswith("2 layers with a state (Mamba-2): transformers' PyTorch path")
+    assert plain.startswith("2 layers with a state (Mamba-2) run in transformers' PyTorch path")
 
 
 def test_a_language_part_beside_a_vision_tower() -> None:
