@@ -2,10 +2,10 @@
 
 Run it from the repository::
 
-    python benchmarks/plan_accuracy.py                     # all cells, docs/planning-reference.md's table; goes on
-    python benchmarks/plan_accuracy.py --hybrid            # models whose layers carry a state: the table after it
-    python benchmarks/plan_accuracy.py --pictures          # models that read pictures: the table after that
-    python benchmarks/plan_accuracy.py --encoders          # masked language models: the table after that
+    python benchmarks/plan_accuracy.py                     # all cells, into benchmarks/results; then docs/tables.py
+    python benchmarks/plan_accuracy.py --hybrid            # models whose layers carry a state
+    python benchmarks/plan_accuracy.py --pictures          # models that read pictures
+    python benchmarks/plan_accuracy.py --encoders          # masked language models
     python benchmarks/plan_accuracy.py --only llama        # some, printed only
     python benchmarks/plan_accuracy.py --plan              # the plan again, beside what was measured; --hybrid too
 
@@ -39,7 +39,6 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import AutoConfig
 
 from environment import environment, stamp
-from pages import write_between
 from seqtile.options import WHOLE_LAYER, TilingOptions
 from seqtile.planner.extrapolate import predict
 from seqtile.planner.fake_step import build, compute_loss, make_batch, prepare_optimizer, update
@@ -48,7 +47,6 @@ from seqtile.planner.pictures import read_pictures
 from seqtile.planner.step_config import Lora, Setup, make_optimizer
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "planning-reference.md"
 
 COMMON = {
     "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 5, "num_attention_heads": 4,
@@ -283,7 +281,7 @@ class Grid:
     """Cells, and where their rows go.
 
     Attributes:
-        name: of the file in benchmarks/results, and of the marks around the page's table.
+        name: of the file in benchmarks/results.
         cells: all of them.
     """
 
@@ -301,11 +299,8 @@ class Grid:
         return [row for row in map(json.loads, lines) if _cell_of(row) in wanted and row["versions"] == versions]
 
     def write(self, rows: list[dict[str, Any]]) -> None:
-        """The rows, and the page's table of them."""
+        """Write the rows."""
         self.results.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        write_between(
-            PAGE, f"<!-- {self.name}: begin -->", f"<!-- {self.name}: end -->", table(rows, of=len(self.cells))
-        )
 
 
 @contextmanager
@@ -361,14 +356,14 @@ def compared(cell: Cell, measured: int) -> dict[str, Any]:
     prediction = predict(cell.config(), cell.setup(), cell.tokens, workspace=cpu_workspace, device_type="cpu")
     return {
         **asdict(cell), "predicted_bytes": round(prediction.peak), "measured_bytes": measured,
-        "error": prediction.peak / measured - 1, "peak_at": prediction.peak_at,
+        "error": prediction.peak / measured - 1, "peak_at": str(prediction.peak_at),
         "fake_lengths": list(prediction.lengths), "fake_layers": [len(one.layers) for one in prediction.depths.samples],
         "layers": prediction.depths.layers,
     }  # fmt: skip
 
 
 def plan_again(grid: Grid) -> None:
-    """Write the rows and the page's table with today's plan of what was measured."""
+    """Write the rows with today's plan of what was measured."""
     rows = [json.loads(line) for line in grid.results.read_text(encoding="utf-8").splitlines()]
     for row in rows:
         if cell := _cell_of(row):
@@ -377,32 +372,6 @@ def plan_again(grid: Grid) -> None:
                 f"{row['error']:+.3%}  {row['predicted_bytes']:>12,} {row['measured_bytes']:>12,}  {cell}", flush=True
             )
     grid.write(rows)
-
-
-def table(rows: list[dict[str, Any]], of: int) -> list[str]:
-    """The rows in Markdown, with what they were measured with."""
-    first = rows[0]
-    versions = ", ".join(f"{name} {first['versions'][name]}" for name in ("torch", "transformers", "peft"))
-    worst = max(abs(row["error"]) for row in rows)
-    lowest = min((row["error"] for row in rows if row["model"] not in EXPERTS), default=0.0)
-    lowest_experts = min((row["error"] for row in rows if row["model"] in EXPERTS), default=0.0)
-    lines = [
-        f"{len(rows)} of {of} cells, {first['date'][:10]}, {first['device_name']}, {versions}; "
-        f"`{first['command']}`. Largest error {worst:.2%}; lowest {lowest:+.2%} without experts, {lowest_experts:+.2%} "
-        "with.", "",
-        "| model | rows x tokens | tiled or computed again | trains | optimiser | precision | accumulation "
-        "| predicted MiB | measured MiB | error |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]  # fmt: skip
-    for row in rows:
-        trains = "adapters" if row["lora"] else "all"
-        attention = "" if row.get("attention", "sdpa") == "sdpa" else f" ({row['attention']})"
-        lines.append(
-            f"| {row['model']}{attention} | {row['batch']} x {row['tokens']:,} | {row['technique']} | {trains} "
-            f"| {row['optimizer']} | {row['precision']} | {row['accumulation']} "
-            f"| {row['predicted_bytes'] / 2**20:.2f} | {row['measured_bytes'] / 2**20:.2f} | {row['error']:+.2%} |"
-        )
-    return lines
 
 
 def _cell_of(row: dict[str, Any]) -> Cell | None:
@@ -415,7 +384,7 @@ def _cell_of(row: dict[str, Any]) -> Cell | None:
 
 
 def main() -> int:
-    """Run the cells that have not been; write results and the page's table after each."""
+    """Run the cells that have not been; write the results after each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help="cells whose description holds this word; nothing is written")
     parser.add_argument("--hybrid", action="store_true", help="models whose layers carry a state")

@@ -1,29 +1,28 @@
 """Each number that a plan assumes, its source, and how far the answer moves when it is doubled; no GPU is needed.
 
-python benchmarks/plan_constants.py       # writes the table into docs/planning-reference.md
+python benchmarks/plan_constants.py       # into benchmarks/results; then docs/tables.py
 """
 
 from __future__ import annotations
 
+import json
 import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from environment import environment, stamp
-from pages import write_between
-from seqtile.devices import GIB
 from seqtile.options import changed
 from seqtile.planner.accelerators import find_device
 from seqtile.planner.memory_plan import Planner
 from seqtile.planner.model_shapes import read_config
 from seqtile.planner.request import Request
-from seqtile.planner.sharding_terms import CONSTANTS, Constant
+from seqtile.planner.sharding_terms import CONSTANTS
 
-PAGE = Path(__file__).parents[1] / "docs" / "planning-reference.md"
-BEGIN, END = "<!-- plan-constants: begin -->", "<!-- plan-constants: end -->"
+RESULTS = Path(__file__).parent / "results" / "plan-constants.jsonl"
 
 ASKED = (
     "seqtile plan --model llama-8b --device h100 --gpus 8 --engine zero3 --sp-size 8 --checkpoint layer "
@@ -42,44 +41,28 @@ def doubled(name: str) -> Iterator[None]:
         CONSTANTS[name] = before
 
 
-def shown(constant: Constant) -> str:
-    """Its bounds, in GiB where they are bytes."""
-    unit = GIB if constant.high > 2**20 else 1
-    numbers = [f"{getattr(constant, bound) / unit:g}" for bound in ("low", "expected", "high")]
-    return " / ".join(numbers) + (" GiB" if unit == GIB else "")
-
-
-def table() -> list[str]:
-    """Markdown."""
+def judge_constants(about: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """A row for each constant: the longest sequences with it and with its double."""
     request = Request(
         "llama-8b", read_config("llama-8b"), find_device("h100"), gpus=8, host_memory=2 * 2**40, engine="zero3",
         sp_size=8, engine_offload=("optimizer",),
     )  # fmt: skip
     planner = Planner(changed(request, checkpoint="layer", offload=True))
-    longest, _ = planner.longest()
-    high_length = planner.sure()
-    lines = [
-        f"`{ASKED}`: {longest:,} tokens, {high_length:,} at the high estimate.", "",
-        "| constant | low / expected / high | doubled: longest | at the high estimate | source |",
-        "|---|---|---|---|---|",
-    ]  # fmt: skip
+    before = {"max_length": planner.longest()[0], "sure_length": planner.sure()}
     for name, constant in list(CONSTANTS.items()):
         with doubled(name):
-            other, _ = planner.longest()
-            high = planner.sure()
-        moved = f"{other / longest - 1:+.1%} | {high / high_length - 1:+.1%}"
-        lines.append(f"| {name} | {shown(constant)} | {moved} | {constant.source} |")
-    return lines
+            after = {"doubled_max_length": planner.longest()[0], "doubled_sure_length": planner.sure()}
+        yield {**about, "asked": ASKED, "constant": name, **asdict(constant), **before, **after}
 
 
 def main() -> int:
-    """Plan, and write the table."""
+    """Plan, print and write the rows."""
     warnings.simplefilter("ignore")
-    about = stamp(environment(), ["python", *sys.argv])
-    versions = ", ".join(f"{name} {about['versions'][name]}" for name in ("torch", "transformers"))
-    rows = [f"{about['date'][:10]}, {versions}; `{about['command']}`.", "", *table()]
-    print("\n".join(rows))
-    write_between(PAGE, BEGIN, END, rows)
+    rows = []
+    for row in judge_constants(stamp(environment(), ["python", *sys.argv])):
+        rows.append(row)
+        print(f"{row['constant']:<20} {row['doubled_sure_length'] / row['sure_length'] - 1:+.1%}", flush=True)
+    RESULTS.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return 0
 
 

@@ -2,7 +2,7 @@
 
 Run it from the repository, with nothing else running::
 
-    python benchmarks/plan_engines.py                      # all cells, docs/planning-reference.md's table
+    python benchmarks/plan_engines.py                      # all cells, into benchmarks/results; then docs/tables.py
     python benchmarks/plan_engines.py --only zero3         # some, printed only
     python benchmarks/plan_engines.py --plan               # the plan again, beside what was measured
 
@@ -46,7 +46,6 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import AutoConfig
 
 from environment import environment, stamp
-from pages import write_between
 from seqtile.options import TilingOptions
 from seqtile.planner import sharding_terms
 from seqtile.planner.accelerators import Device
@@ -62,8 +61,6 @@ from seqtile.recognise.decoder_layers import decoder_layers
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "plan-engines.jsonl"
-PAGE = ROOT / "docs" / "planning-reference.md"
-BEGIN, END = "<!-- plan-engines: begin -->", "<!-- plan-engines: end -->"
 
 RANKS = 2
 TOKENS = 1024
@@ -321,39 +318,16 @@ def compared(cell: Cell, updates: list[int]) -> dict[str, Any]:
 
 
 def plan_again() -> None:
-    """Write the results and the page's table with today's plan of what was measured."""
+    """Write the results with today's plan of what was measured."""
     rows = [json.loads(line) for line in RESULTS.read_text(encoding="utf-8").splitlines()]
     for row in rows:
         if "updates" in row:
             row |= compared(Cell(row["engine"], row["lora"], row["accumulation"], row["offload"]), row["updates"])
     RESULTS.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    write_between(PAGE, BEGIN, END, table(rows))
-
-
-def table(rows: list[dict[str, Any]]) -> list[str]:
-    """The rows in Markdown, with what they were measured with."""
-    first, found = rows[0], [row for row in rows if "error" in row]
-    dates = sorted({row["date"][:10] for row in rows})
-    versions = ", ".join(f"{name} {first['versions'][name]}" for name in ("torch", "deepspeed", "transformers", "peft"))
-    errors = [row["error"] for row in found]
-    lines = [
-        f"{len(found)} cells, {' and '.join(dates)}, {first['device_name']}, {versions}; `{first['command']}`. "
-        f"Errors from {min(errors):+.1%} to {max(errors):+.1%}.", "",
-        "| engine | trains | accumulation | optimiser | predicted MiB | measured MiB | error | highest update, MiB |",
-        "|---|---|---|---|---|---|---|---|",
-    ]  # fmt: skip
-    for row in rows:
-        trains, place = "adapters" if row["lora"] else "all", "host" if row["offload"] else "device"
-        numbers = row.get("failed") or (
-            f"{row['predicted_bytes'] / 2**20:.1f} | {row['measured_bytes'] / 2**20:.1f} | {row['error']:+.1%} "
-            f"| {max(row['updates']) / 2**20:.1f}"
-        )
-        lines.append(f"| {row['engine']} | {trains} | {row['accumulation']} | {place} | {numbers} |")
-    return lines
 
 
 def main() -> int:
-    """Run the cells; write results and the page's table as far as they are."""
+    """Run the cells; write the results after each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help="cells whose description holds this word; nothing is written")
     parser.add_argument("--plan", action="store_true", help="measure nothing: only plan again")
@@ -376,7 +350,6 @@ def main() -> int:
         print(f"{shown}  {cell}  {row.get('peak_at')} {row.get('terms')}", flush=True)
         if not given.only:
             RESULTS.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-            write_between(PAGE, BEGIN, END, table(rows))
     return 0
 
 

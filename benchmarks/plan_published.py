@@ -2,7 +2,7 @@
 
 Run it from the repository::
 
-    python benchmarks/plan_published.py                    # all rows, docs/planning-reference.md's table
+    python benchmarks/plan_published.py                    # all rows, into benchmarks/results; then docs/tables.py
     python benchmarks/plan_published.py --only litgpt      # some, printed only
 
 No constant is fitted to any row. A row that led to a term of the plan is no judge of that term, and says so; a row
@@ -28,13 +28,10 @@ from pathlib import Path
 from typing import Any
 
 from environment import environment, stamp
-from pages import write_between
 from seqtile.cli import main as seqtile
 from seqtile.planner import explain
 from seqtile.planner.sharding_terms import CONTEXT
 
-PAGE = Path(__file__).parents[1] / "docs" / "planning-reference.md"
-BEGIN, END = "<!-- plan-published: begin -->", "<!-- plan-published: end -->"
 RESULTS = Path(__file__).parent / "results" / "plan-published.jsonl"
 
 
@@ -165,32 +162,6 @@ def judge(run: Run) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def table(rows: list[dict[str, Any]]) -> list[str]:
-    """Markdown: what judges, and what cannot be told."""
-    told = [row for row in rows if not row["lacks"]]
-    memory = [row for row in told if row["unit"] != "tokens"]
-    lengths = [row for row in told if row["unit"] == "tokens"]
-    mean = sum(abs(row["error"]) for row in memory) / len(memory)
-    lines = [
-        f"{len(memory)} memories: mean absolute error {mean:.1%}; at the high estimate from "
-        f"{min(row['sure_error'] for row in memory):+.1%} to {max(row['sure_error'] for row in memory):+.1%}. "
-        f"{len(lengths)} lengths: the one that fits at the high estimate is from "
-        f"{min(row['sure_error'] for row in lengths):+.1%} to {max(row['sure_error'] for row in lengths):+.1%} of the "
-        "published one.", "",
-        "| run | published | planned | error | at the high estimate | error | judges |",
-        "|---|---|---|---|---|---|---|",
-    ]  # fmt: skip
-    lines += [_line(row, f"all but {row['led_to']}" if row["led_to"] else "yes") for row in told]
-    lines += ["", "Runs with settings that no flag can tell, and what the plan says without them:", "",
-              "| run | published | planned | error | at the high estimate | error | missing |",
-              "|---|---|---|---|---|---|---|"]  # fmt: skip
-    lines += [_line(row, row["lacks"]) for row in rows if row["lacks"]]
-    lines += [f"| {name} | | | | | | {why} |" for name, why in NOT_ASKED]
-    lines += ["", "The commands:", "", "```"]
-    lines += [f"{row['run']}:\n  seqtile plan --model {row['asked']}" for row in rows]
-    return [*lines, "```"]
-
-
 def _line(row: dict[str, Any], last: str) -> str:
     tokens = row["unit"] == "tokens"
 
@@ -204,7 +175,7 @@ def _line(row: dict[str, Any], last: str) -> str:
 
 
 def main() -> int:
-    """Ask for every row, and write results and table."""
+    """Ask for every row, print it with its command, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help="rows whose name holds this word; nothing is written")
     given = parser.parse_args()
@@ -215,11 +186,9 @@ def main() -> int:
             continue
         row = {**about, **judge(run)}
         rows.append(row)
-        print(f"{_line(row, row['peak_at'])} {row['terms']}", flush=True)
+        print(f"{_line(row, row['lacks'] or row['led_to'] or '')}\n  seqtile plan --model {row['asked']}", flush=True)
     if not given.only:
-        versions = ", ".join(f"{name} {about['versions'][name]}" for name in ("torch", "transformers"))
         RESULTS.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        write_between(PAGE, BEGIN, END, [f"{about['date'][:10]}, {versions}; `{about['command']}`.", "", *table(rows)])
     return 0
 
 

@@ -1,4 +1,4 @@
-"""How long ``seqtile plan`` takes for a model of 8B: ``python benchmarks/plan_seconds.py [--write PAGE.md]``.
+"""How long ``seqtile plan`` takes for a model of 8B: ``python benchmarks/plan_seconds.py``.
 
 Processor time, user and system together, in a process of its own, the least of some repeats: until the answer is there
 (whether the length fits, the longest that does and what limits it), by the process's own clock, and of the whole
@@ -18,9 +18,7 @@ import resource
 import subprocess
 import sys
 from datetime import UTC, datetime
-from pathlib import Path
 
-from pages import write_between
 from seqtile.devices import package_version
 
 QUESTIONS = (
@@ -43,8 +41,6 @@ QUESTIONS = (
     "--model qwen3-8b --device h100 --gpus 8 --engine zero3 --offload checkpoints,optimizer --host-memory 1TiB",
 )
 """Lengths that are asked for and those that are looked for, some of which fit."""
-
-BEGIN, END = "<!-- plan seconds -->", "<!-- end of plan seconds -->"
 
 COMMAND = """
 import sys, time
@@ -135,7 +131,6 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--random", type=int, default=100, help="how many random questions beside those of the list")
     parser.add_argument("--seed", type=int, default=1, help="of the random questions")
-    parser.add_argument("--write", type=Path, help="a page with the two marks")
     given = parser.parse_args()
     lines = ["| `seqtile plan` | exit code | seconds to the answer | in all |", "|---|---|---|---|"]
     for question in QUESTIONS:
@@ -146,9 +141,7 @@ def main() -> None:
     lines += of_random_questions(given.random, given.seed) if given.random else []
     versions = ", ".join(f"{name} {package_version(name)}" for name in ("torch", "transformers", "peft"))
     lines += ["", f"{datetime.now(UTC).date()}, {platform.machine()}, Python {platform.python_version()}, {versions}."]
-    print(lines[-1])
-    if given.write:
-        write_between(given.write, BEGIN, END, lines)
+    print("\n".join(["", *lines]))
 
 
 if __name__ == "__main__":

@@ -68,14 +68,13 @@ def requests(request: Request) -> list[tuple[AblationStep, Request]]:
 
 
 def run_ladder(
-    request: Request, efficiency: float, stamp: Mapping[str, Any], output: Path | None,
+    request: Request, stamp: Mapping[str, Any], output: Path | None,
     on_progress: Callable[[str], None] = lambda _: None,
 ) -> list[Row]:  # fmt: skip
     """The longest sequence of every rung, what limits it, and what a token costs there.
 
     Args:
         request: model, devices and engine; the rungs set the rest.
-        efficiency: share of the devices' speed on paper that is assumed.
         stamp: what every row starts with.
         output: file of JSON lines.
         on_progress: called with what is planned next.
@@ -91,7 +90,7 @@ def run_ladder(
     refused = attention_cannot_be_saved(request)
     for rung, rung_request in requests(request):
         on_progress(f"{rung.name}: the longest sequence")
-        start = {"kind": "ladder", **stamp, **_describe(request), "rung": rung.name, "efficiency": efficiency}
+        start = {"kind": "ladder", **stamp, **_describe(request), "rung": rung.name}
         start["settings"] = {name: getattr(rung_request.options, name) for name in SETTINGS}
         start["settings"]["engine_offload"] = rung_request.engine_offload
         like = planners[-1][1] if planners else None
@@ -115,7 +114,8 @@ def run_ladder(
             continue
         planner = Planner(rung_request, like=like)
         longest, limit = planner.longest()
-        row = {**start, "max_length": longest, "limited_by": limit, **_costs(planner, longest, efficiency)}
+        row = {**start, "max_length": longest, "sure_length": planner.sure(), "limited_by": limit}
+        row.update(_costs(planner, longest))
         if longest:
             estimate = planner.estimate(longest)
             row["peak_device_gib"] = {
@@ -127,7 +127,7 @@ def run_ladder(
     lengths = [row["max_length"] for row, _ in planners if row["max_length"]]
     for row, planner in planners:
         if lengths:
-            row["common"] = {"tokens": min(lengths), **_costs(planner, min(lengths), efficiency)}
+            row["common"] = {"tokens": min(lengths), **_costs(planner, min(lengths))}
     if output is not None:
         append_rows(output, rows)
     return rows
@@ -156,40 +156,36 @@ def _describe(request: Request) -> Row:
     }  # fmt: skip
 
 
-def _costs(planner: Planner, tokens: int, efficiency: float) -> Row:
-    """Operations of one token in a row of ``tokens``, and the time that one device takes for them."""
+def _costs(planner: Planner, tokens: int) -> Row:
+    """Operations of one token in rows of ``tokens``, and the plan's estimates of a step's time."""
     if not tokens:
         return {}
-    work = planner.work(tokens)
-    each = planner.request.batch * tokens
-    speed = planner.request.device.tflops
-    return {
-        "tflop_per_token": work.total / each / 1e12,
-        "device_us_per_token": None if speed is None else work.total / (1e6 * speed * efficiency) / each,
-    }
+    request, work = planner.request, planner.work(tokens)
+    each = request.batch * tokens
+    row: Row = {"tflop_per_token": work.total / each / 1e12, "device_us_per_token": None, "step_seconds": None}
+    if (tflops := request.device.tflops) is not None:
+        seconds = work.seconds(tflops, 1)
+        row.update(device_us_per_token=seconds * 1e6 / each, step_seconds=seconds / request.split)
+    return row
 
 
-HEAD = ("rung", "longest sequence", "on the host", "limited by", "TFLOP/token", "us/token", "us/token at {common}")
+HEAD = ("rung", "longest", "at the high estimate", "limited by", "a step", "us/token at {common}")
 
 
 def table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
-    """Headings and cells; a rung that was skipped says why in the fourth."""
+    """Headings and cells; a skipped rung has its reason in the fourth."""
     common = next((row["common"]["tokens"] for row in rows if "common" in row), 0)
     cells = []
     for row in rows:
         if "skipped" in row:
-            cells.append([row["rung"], "", "", f"left out: {row['skipped']}", "", "", ""])
-        else:
-            both = [_time(row), _time(row.get("common", {}))]
-            flop = f"{row['tflop_per_token']:.3f}" if "tflop_per_token" in row else ""
-            host = f"{row['on_host']:.0%}" if row.get("on_host") else ""
-            cells.append([row["rung"], f"{row['max_length']:,}", host, row["limited_by"], flop, *both])
+            cells.append([row["rung"], "", "", f"left out: {row['skipped']}", "", ""])
+            continue
+        step, each = row.get("step_seconds"), row.get("common", {}).get("device_us_per_token")
+        cells.append([
+            row["rung"], f"{row['max_length']:,}", f"{row['sure_length']:,}", row["limited_by"].rpartition(": ")[2],
+            "" if step is None else f"{step:,.0f} s", "" if each is None else f"{each:,.0f}",
+        ])  # fmt: skip
     return [name.format(common=f"{common:,}") for name in HEAD], cells
-
-
-def _time(costs: Mapping[str, Any]) -> str:
-    value = costs.get("device_us_per_token")
-    return "" if value is None else f"{value:,.0f}"
 
 
 def title(rows: Sequence[Row]) -> str:
@@ -201,12 +197,10 @@ def title(rows: Sequence[Row]) -> str:
     return f"{row['model']}, {row['train']}, {where}, by the plan"
 
 
-def footnote(rows: Sequence[Row]) -> str:
-    """How the columns are meant."""
-    return (
-        f"us/token: time of one device by counted operations at {rows[0]['efficiency']:.0%} of its speed on paper, "
-        "assumed; copies to the host, communication and smaller kernels are not in it"
-    )
+FOOTNOTE = (
+    "A step: the plan's estimate at the longest sequence. us/token: of one device. Copies to the host, communication "
+    "and the optimizer are not in them."
+)
 
 
 def main() -> int:
@@ -220,7 +214,6 @@ def main() -> int:
     options.add_argument("--sp-size", type=int, default=1, help="ranks that share one sequence")
     options.add_argument("--lora", help="train adapters: a rank, or r=16")
     options.add_argument("--offload", default="", help="on the host from the first rung on: optimizer, weights")
-    options.add_argument("--efficiency", type=float, default=0.4, help="share of the speed on paper that times assume")
     options.add_argument("--out", type=Path, default=Path("runs/bench"))
     arguments = options.parse_args()
     try:
@@ -232,7 +225,7 @@ def main() -> int:
     print(f"{title(rows)}\n\n| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
     for line in cells:
         print(f"| {' | '.join(line)} |")
-    print(f"\n{footnote(rows)}")
+    print(f"\n{FOOTNOTE}")
     return 0
 
 
@@ -260,7 +253,7 @@ def plan_ladder(arguments: argparse.Namespace) -> list[Row]:
     refuse_encoder(request.config, arguments.model, "technique_ladder.py adds techniques to steps of")
     now = stamp(environment())
     file = arguments.out / f"ladder-{datetime.now(UTC):%Y%m%d-%H%M%S}.jsonl"
-    rows = run_ladder(request, arguments.efficiency, now, file, lambda text: print(text, file=sys.stderr))
+    rows = run_ladder(request, now, file, lambda text: print(text, file=sys.stderr))
     print(f"written  {file}", file=sys.stderr)
     return rows
 

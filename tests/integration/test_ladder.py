@@ -29,7 +29,6 @@ SIZES: dict[str, Any] = dict(
     vocab_size=256, max_position_embeddings=32768, pad_token_id=0,
 )  # fmt: skip
 MIB = 2**20
-EFFICIENCY = 0.4
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +52,9 @@ class Planned:
         each += (options.checkpoint == "attention-saved") + (options.blocks != WHOLE_LAYER)
         return 1024 * (24 // each), "device memory: something"
 
+    def sure(self) -> int:
+        return self.longest()[0] // 2
+
     def estimate(self, tokens: int) -> Any:
         return SimpleNamespace(device=Bounds(1, 2, 3), host=Bounds(1, 2, 3), peak_at="head", moved=0.5)
 
@@ -66,7 +68,7 @@ def test_each_rung_adds_one_thing_to_those_before(model: str, monkeypatch: pytes
     monkeypatch.setattr(technique_ladder, "runs_on_some_heads", lambda _: True)
     h200 = find_device("h200")
     rows = technique_ladder.run_ladder(
-        Request(model, read_config(model), h200, engine_offload=("optimizer",)), EFFICIENCY, {}, None
+        Request(model, read_config(model), h200, engine_offload=("optimizer",)), {}, None
     )
     assert [row["rung"] for row in rows] == [rung.name for rung in technique_ladder.RUNGS]
     settings = [row["settings"] for row in rows]
@@ -80,17 +82,16 @@ def test_each_rung_adds_one_thing_to_those_before(model: str, monkeypatch: pytes
     assert {row["common"]["tokens"] for row in rows} == {min(row["max_length"] for row in rows)}
     last, saved = rows[-1]["common"], rows[-2]["common"]
     assert saved["tflop_per_token"] < last["tflop_per_token"] == rows[0]["tflop_per_token"]
-    assert last["device_us_per_token"] == pytest.approx(1e6 * last["tflop_per_token"] / (989 * EFFICIENCY))
+    assert rows[-1]["step_seconds"] == pytest.approx(rows[-1]["device_us_per_token"] * rows[-1]["max_length"] / 1e6)
+    assert all(row["sure_length"] == row["max_length"] // 2 for row in rows)
 
     monkeypatch.setattr(technique_ladder, "runs_on_some_heads", lambda _: False)
-    eager = technique_ladder.run_ladder(
-        Request(model, read_config(model), h200, attention="eager"), EFFICIENCY, {}, None
-    )
+    eager = technique_ladder.run_ladder(Request(model, read_config(model), h200, attention="eager"), {}, None)
     skipped = {row["rung"]: row["skipped"] for row in eager if "skipped" in row}
     assert [*skipped] == ["+ attention saved", "+ head-wise attention", "- attention saved"]
     assert "needs an attention kernel" in skipped["+ attention saved"] and "heads" in skipped["+ head-wise attention"]
     ranks = Request(model, read_config(model), h200, gpus=2, engine="zero3", sp_size=2)
-    [last] = [row for row in technique_ladder.run_ladder(ranks, EFFICIENCY, {}, None) if "skipped" in row]
+    [last] = [row for row in technique_ladder.run_ladder(ranks, {}, None) if "skipped" in row]
     assert last["rung"] == "+ head-wise attention" and "the 1 key-value head(s) that a rank has" in last["skipped"]
     heads, cells = technique_ladder.table(eager)
     assert heads[-1].startswith("us/token at ") and cells[4][3].startswith("left out: needs an attention kernel")

@@ -1,4 +1,4 @@
-"""Predicted bytes against the allocator's own, on cells of the table in docs/planning-reference.md."""
+"""Predicted bytes against the allocator's own, on cells of ``benchmarks/plan_accuracy.py``."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_predicted_is_measured(cell: Any) -> None:
     """Within 1 % and no more than 0.5 % too low; twice that with experts, whose routing no shape tells."""
     if cell.lora and cell.model in plan_accuracy.EXPERTS and version("peft").startswith("0.19."):
         pytest.skip("PEFT 0.19 reads 'all-linear' letter by letter on models with experts")
-    row = plan_accuracy.run_cell(cell)
+    row = json.loads(json.dumps(plan_accuracy.run_cell(cell)))  # as it is written to the results
     bound = 2 if row["model"] in plan_accuracy.EXPERTS else 1
     assert -0.005 * bound <= row["error"] <= 0.01 * bound
     assert row["tokens"] not in row["fake_lengths"]
@@ -141,7 +141,7 @@ def test_encoders_are_predicted(cell: Any) -> None:
     assert row["tokens"] not in row["fake_lengths"]
 
 
-def test_the_rows_of_encoders_are_what_the_page_says() -> None:
+def test_the_rows_of_encoders_are_all_cells() -> None:
     cells = plan_accuracy.encoder_cells()
     rows = plan_accuracy.Grid("plan-cpu-encoders", cells).results.read_text(encoding="utf-8").splitlines()
     assert {plan_accuracy._cell_of(json.loads(row)) for row in rows} == set(cells)

@@ -1,4 +1,4 @@
-"""Pictures and the tables of lengths are what their scripts make of the committed results."""
+"""Pictures and the tables of planning are what their scripts make of the committed results."""
 
 from __future__ import annotations
 
@@ -32,9 +32,11 @@ def test_a_picture_is_what_the_script_draws(name: str) -> None:
         assert 0 <= y and y + float(shape.attrib.get("height", 0)) <= height, shape.attrib
 
 
-def test_the_ladders_tables_are_the_files() -> None:
+def test_the_tables_of_planning_are_the_files() -> None:
     sys.path.insert(0, str(ROOT / "docs"))
-    ladders = import_module("ladders")
-    assert ladders.PAGE.read_text(encoding="utf-8") == ladders.page(), "python docs/ladders.py"
-    shown = {found[1] for found in ladders.MARKED.findall(ladders.PAGE.read_text(encoding="utf-8"))}
-    assert shown == {path.stem for path in ladders.RESULTS.glob("ladder-*.jsonl")}
+    tables = import_module("tables")
+    text = tables.PAGE.read_text(encoding="utf-8")
+    assert text == tables.page(), "python docs/tables.py"
+    shown = {name for _, name, _ in tables.MARKED.findall(text)}
+    ladders = {path.stem for path in tables.RESULTS.glob("ladder-*.jsonl")}
+    assert shown == ladders | {"plan-accuracy", "plan-constants", "plan-published"}

@@ -114,7 +114,7 @@ def test_a_larger_picture_is_more_tokens_and_more_memory() -> None:
     assert (small.each, small.tokens, large.each) == (4, 8, 16)
     assert read_pictures(config, 1, (100, 130)).size == (112, 140)  # to whole tokens, as the processor does
     assert read_pictures(config, tokens=8).tokens == 8
-    assert read_pictures(config, 1, (1024, 1024)).each == 1369  # as docs/planning-reference.md says
+    assert read_pictures(config, 1, (1024, 1024)).each == 1369  # as docs/planning.md says
     setup = replace(SETUP, options=replace(SETUP.options, checkpoint=None))
     peaks = [fake_step(config, replace(setup, pictures=one), 160).peak for one in (small, large)]
     assert peaks[1] > peaks[0]

@@ -35,7 +35,7 @@ from seqtile.planner.tile_choice import head_tile, kept_share, largest_tile, res
 from seqtile.recognise.decoder_layers import states_of
 
 MODEL_ERROR = 0.01
-"""Largest error of the counted bytes, as measured on the CPU (docs/planning-reference.md)."""
+"""Largest error of the counted bytes, as measured on the CPU (docs/planning.md)."""
 
 LONGEST = 2**26
 """Longest sequence that is looked at where the model has no limit of its own."""
