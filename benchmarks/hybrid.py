@@ -169,7 +169,7 @@ def describe(family: str) -> Family:
     """What runs in tiles in a family."""
     model = model_of(family)
     kinds = dict.fromkeys(layer.kind for layer in decoder_layers(model) if layer.kind not in ("attention", "MLP"))
-    settings = {"tile": 5, "loss": "tiled", "state": 5}
+    settings: dict[str, Any] = {"tile": 5, "loss": "tiled", "state": 5}
     if family in WITHOUT_MLP:
         settings |= {"blocks": "none"}
         del settings["tile"]
