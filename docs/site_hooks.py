@@ -179,7 +179,8 @@ def _architecture(record: dict[str, Any], columns: tuple[str, ...]) -> str:
     for block in record["left"]:
         left.append(f"<p>{where(block)}: {escape(block['why'])}</p>")
     detail = f"<p>{escape(record['detail'])}</p>" if record["detail"] else ""
-    cells = (record["architecture"], f"<p>{record['state']}</p>{detail}", "".join(tiled), "".join(left))
+    name = re.sub(r"(?<=[_-])", "<wbr>", escape(record["architecture"]))
+    cells = (name, f"<p>{record['state']}</p>{detail}", "".join(tiled), "".join(left))
     operators = " ".join(sorted({block["operator"] for block in record["tiled"]}))
     labelled = "".join(f'<td data-label="{column}">{cell}</td>' for column, cell in zip(columns, cells, strict=True))
     return f'<tr data-state="{record["state"]}" data-operators="{operators}">{labelled}</tr>\n'
