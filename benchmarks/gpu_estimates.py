@@ -1,7 +1,8 @@
 """Estimate what a GPU will show: launches, FLOPs and bytes of every operation, on fake tensors.
 
-    python benchmarks/gpu_estimates.py                          # the tables of docs/gpu-estimates.md
+    python benchmarks/gpu_estimates.py                          # one MLP by method
     python benchmarks/gpu_estimates.py --compare                # the rows that were measured, beside their estimates
+    python benchmarks/gpu_estimates.py --steps                  # whole steps beside what people run
     python benchmarks/gpu_estimates.py --loss                   # the loss table of step.py
     python benchmarks/gpu_estimates.py --step --method seqtile+attention-saved --tokens 32768 --layers 4 --lora 16
 
@@ -58,6 +59,7 @@ GIB = 2**30
 LOSS = (16_384, 2048, 248_320)
 TOKENS = (8192, 32768, 131072, 262144)
 METHODS = ("untiled", "tile-checkpoint", "generic", "fused")
+STEP_METHODS = ("liger", "liger-tiled", "seqtile", "seqtile+attention-saved")
 MEASURED = Path(__file__).parent / "results" / "h100-20261126.jsonl"
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
 ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
@@ -484,6 +486,7 @@ def main() -> int:
     options.add_argument("--tokens", type=int, nargs="+", help=f"default: {TOKENS}, with --step 32768")
     options.add_argument("--list", action="store_true", help="each operation of the fused layer")
     options.add_argument("--compare", action="store_true", help=f"the rows of {MEASURED.name} beside their estimates")
+    options.add_argument("--steps", action="store_true", help=f"training steps by {', '.join(STEP_METHODS)}")
     options.add_argument("--step", action="store_true", help="a training step, and its heaviest operations")
     options.add_argument("--loss", action="store_true", help=f"head and loss of {LOSS} tokens, width and vocabulary")
     options.add_argument("--method", default="seqtile", help="of the step; see methods.py")
@@ -497,6 +500,8 @@ def main() -> int:
     try:
         if asked.compare:
             print_comparison()
+        elif asked.steps:
+            print_steps(asked.tokens or (32_768, 131_072), asked.layers)
         elif asked.loss:
             for way in ("full logits", "liger", "seqtile"):
                 print_operations(f"{way}, {LOSS}", record_loss(way, *LOSS), asked.top)
@@ -544,6 +549,19 @@ def print_comparison() -> None:
         off = ms / row["step_ms"] - 1
         print(f"| {what} | {row['tokens']:,} | {trains} | {row['method']} | {row['step_ms']:,.1f} | {ms:,.1f} | "
               f"{off:+.0%} | {row['peak_gib'] or ''} | {estimate.peak / GIB:.2f} |", flush=True)  # fmt: skip
+
+
+def print_steps(lengths: Sequence[int], layers: int) -> None:
+    """Training steps of Llama-8B's shape, with their share of the first method's time."""
+    print(f"{layers} layers, ms / GiB\n\n| tokens | trains | {' | '.join(STEP_METHODS)} |\n|{'---|' * 6}")
+    for tokens in lengths:
+        for lora in (16, 0):
+            records = [record_step(method, tokens, layers, lora) for method in STEP_METHODS]
+            cells = [
+                f"{1e3 * record.seconds:,.0f} ({record.seconds / records[0].seconds:.2f}) / {record.peak / GIB:.1f}"
+                for record in records
+            ]
+            print(f"| {tokens:,} | {f'LoRA r{lora}' if lora else 'all'} | {' | '.join(cells)} |", flush=True)
 
 
 def print_layers(lengths: Sequence[int], *, list_operations: bool) -> None:
