@@ -53,7 +53,7 @@ TECHNIQUES: dict[str, Technique] = {
 EXCLUDE = frozenset({frozenset({"activation checkpointing", "reentrant checkpointing"})})
 """Two values of one setting."""
 
-REFUSED = {frozenset({"attention saved", "reentrant checkpointing"}): "needs the non-reentrant activation checkpoint"}
+REFUSED = {frozenset({"attention saved", "reentrant checkpointing"}): "needs non-reentrant activation checkpointing"}
 """Pairs that end with a sentence of seqtile's, which holds these words."""
 
 WITH_COMPILED = frozenset({"tiled MLP", "tiled loss", "checkpoints on the host", "attention saved",

@@ -1,4 +1,4 @@
-"""Everything private of other libraries that seqtile reaches.
+"""All uses of other libraries' private names.
 
 The rest of the code takes private names from here and reads none itself (ruff's SLF001 and ``tests/unit/test_house.py``
 keep it so). ``tests/compat`` checks on the installed versions that each behaves as relied upon.
@@ -49,7 +49,7 @@ class MovedError(RuntimeError):
 
 
 class Moved:
-    """Stands for a name that could not be found: whatever is done with it raises."""
+    """Placeholder for a name that could not be found: every use of it raises."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -58,13 +58,13 @@ class Moved:
         library = self._name.partition(".")[0]
         raise MovedError(
             f"seqtile needs {self._name}, which {library} {installed(library)} does not have; install {library} "
-            f"{SEEN[library]}, and see what else has moved with `seqtile doctor --compat`"
+            f"{SEEN[library]} (`seqtile doctor --compat` checks every feature)"
         )
 
     __call__ = __iter__ = __instancecheck__ = __mro_entries__ = __getitem__ = _raise
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # Python asks for its protocols
+        if name.startswith("__"):  # Python looks up its protocols
             raise AttributeError(name)
         return self._raise()
 
@@ -92,7 +92,7 @@ def untested() -> str:
             outside.append(f"{library} {version} (tested: {lowest} to {highest})")
     if not outside:
         return ""
-    return f"not tested with {', '.join(outside)}; `seqtile doctor --compat` runs each feature small"
+    return f"not tested with {', '.join(outside)}; `seqtile doctor --compat` checks every feature here"
 
 
 def _minor(version: str) -> tuple[int, ...]:
@@ -289,11 +289,11 @@ PICKLED_NAMES: dict[str, set[str]] = {
     "torch.serialization": {"_get_layout"},
     "torch.storage": {"TypedStorage", "UntypedStorage"},
 }
-"""What the files of Transformers, Accelerate, DeepSpeed and PyTorch's distributed checkpoints ask for, by module."""
+"""What the files of Transformers, Accelerate, DeepSpeed and PyTorch's distributed checkpoints reference, by module."""
 
 
 PICKLED_KINDS = {"numpy.dtypes": r"\w+DType", "torch": r"\w+Storage|bool|u?int\d+|b?float\d+\w*|complex\d+"}
-"""What they ask for besides, as patterns by module: storages and number types, of which there are many."""
+"""What they reference besides, as patterns by module: storages and number types, of which there are many."""
 
 
 # ---- torch: dispatch, fake tensors and trees ----
@@ -343,7 +343,7 @@ ALL_TRUE = "_is_all_true"
 
 READ_NUMBER_NAME = "_local_scalar_dense"
 unsafe_view: Callable[..., Tensor] = _find("torch.ops.aten._unsafe_view")
-"""A view that autograd does not know as one, for a tensor that nobody else holds."""
+"""A view that autograd does not track as one, for a tensor without other references."""
 
 dispatch_modes: Callable[[], list[Any]] = _find("torch.utils._python_dispatch._get_current_dispatch_mode_stack")
 """The modes around every operator, the outermost first."""
@@ -444,8 +444,9 @@ def saved_values(context: Any) -> Iterator[SavedValue]:
             continue  # a mark: computed again, or given back already
         if not (hasattr(wrapper, "val") and hasattr(wrapper, "version")):
             raise MovedError(
-                f"torch {torch.__version__} keeps the results of a selective activation checkpoint where seqtile does "
-                f"not find them ({type(wrapper).__name__}); use checkpoint='layer', or torch {SEEN['torch']}"
+                f"torch {torch.__version__} stores the results of selective activation checkpointing differently "
+                f"({type(wrapper).__name__}), which seqtile does not support; use checkpoint='layer', or torch "
+                f"{SEEN['torch']}"
             )
         yield SavedValue(wrapper)
 
@@ -537,7 +538,7 @@ def checkpoints_in_forward(layer: nn.Module) -> bool:
 
 
 def captures_nothing(hook: Any) -> bool:
-    """Whether a hook is transformers' own, which captures outputs for a call that asks for them, and none does now."""
+    """Whether a hook is transformers' own, which captures outputs for a call that requests them, and none does now."""
     module = sys.modules.get("transformers.utils.output_capturing")
     if module is None or getattr(hook, "__module__", None) != module.__name__:
         return False

@@ -1,4 +1,4 @@
-"""Whole models inside a module: which of them an option acts on, and whether it did anything in their first step."""
+"""Find the models that an option acts on, and check that it had an effect in their first step."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def which(chosen: Named, frozen: Named) -> str:
     """For the report: which of several models an option acts on; "" where there is one."""
     if len(chosen) + len(frozen) == 1:
         return ""
-    left = f"; {', '.join(name for name, _ in frozen)} left alone, its weights are frozen" if frozen else ""
+    left = f"; {', '.join(name for name, _ in frozen)} not changed, its weights are frozen" if frozen else ""
     return f" (in {', '.join(name for name, _ in chosen)}{left})"
 
 

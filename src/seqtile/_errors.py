@@ -21,9 +21,7 @@ class RunError(RuntimeError):
     """A run that cannot go on, through no setting that could have been refused. The command exits with code 1."""
 
 
-OUR_FAULT = (
-    "This is a fault of seqtile, not of its input: please report these lines with the output of 'seqtile doctor'."
-)
+OUR_FAULT = "This is a bug in seqtile: please report these lines with the output of 'seqtile doctor'."
 
 
 def is_ours(error: BaseException) -> bool:
@@ -76,8 +74,7 @@ def expect_module(model: Any, caller: str) -> None:
     if not isinstance(model, nn.Module):
         got = f"the text {model!r}" if isinstance(model, str) else type(model).__name__
         raise UserError(
-            f"{caller} got {got}, expected an nn.Module; load the model first, such as with "
-            "AutoModelForCausalLM.from_pretrained"
+            f"{caller} got {got}, expected an nn.Module, such as AutoModelForCausalLM.from_pretrained returns"
         )
 
 

@@ -1,4 +1,4 @@
-"""Who logs what: the first rank alone, on stderr, or not for a while."""
+"""Loggers: first rank only, to stderr, or silenced for a while."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Results that show themselves as their sentence."""
+"""Results whose repr is their summary."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shallow copies of modules, whose end is no event."""
+"""Shallow copies of modules without finalizers."""
 
 from __future__ import annotations
 

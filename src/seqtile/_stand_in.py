@@ -1,4 +1,4 @@
-"""Objects that take a method's place on one instance, and how they come off again.
+"""Replace a method on one instance, and restore it.
 
 They live in the instance's ``__dict__``: the class is untouched, no parameter is renamed, nothing enters
 ``state_dict``. They refer to their module weakly and find it again after ``copy.deepcopy`` and pickling.
@@ -64,15 +64,15 @@ class StandIn:
 
 
 _COPIED = (
-    "this module is a shallow copy (copy.copy) of a tiled one, whose weights its forward would read; use "
-    "copy.deepcopy, or call seqtile.apply on the copy's model after seqtile.undo on the original"
+    "this module is a shallow copy (copy.copy) of a tiled one and would read the original's weights; use "
+    "copy.deepcopy, or call seqtile.undo on the original, copy it, and call seqtile.apply on both"
 )
 _FRAMES = 8
-"""Between a call of a module and that of what stands in for its forward."""
+"""Between a call of a module and the call of its forward's replacement."""
 
 
 class ForwardStandIn(StandIn):
-    """Base of what stands in for ``forward``."""
+    """Base class of replacements of ``forward``."""
 
     changed: ClassVar[tuple[str, ...]] = ("forward", "extra_repr", REPLICATE)
 
@@ -94,7 +94,7 @@ class ForwardStandIn(StandIn):
 
 
 def attributes_without_stand_ins(module: nn.Module) -> dict[str, Any]:
-    """The attributes of an instance as they are without what stands in for its forward."""
+    """The attributes of an instance without its forward's replacement."""
     attributes = dict(module.__dict__)
     while isinstance(stand_in := attributes.get("forward"), ForwardStandIn):
         for name in stand_in.changed:
@@ -118,6 +118,6 @@ class _Note:
 def _refuse_replicas() -> nn.Module:
     """``nn.DataParallel`` copies a module's attributes, and the copies would run the original's weights."""
     raise NotImplementedError(
-        "nn.DataParallel (several devices in one process) does not run tiled models; start one process per device "
-        "with torchrun or accelerate launch, or make one device visible"
+        "nn.DataParallel does not support tiled models; start one process per device with torchrun or accelerate "
+        "launch, or make one device visible"
     )

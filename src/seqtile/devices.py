@@ -1,6 +1,6 @@
-"""What this machine is and has: each fact is read in one place, for every kind of accelerator.
+"""Properties of this machine and its accelerators, each read in one place.
 
-Sizes are bytes, and 0 where the system does not say. torch is imported by the functions that ask it.
+Sizes are bytes, 0 where the system does not report them. torch is imported inside the functions that need it.
 """
 
 from __future__ import annotations

@@ -74,41 +74,40 @@ def fit(
     autocast: bool = True,
     **settings: Any,
 ) -> Report:
-    """Choose what ``model`` needs to train on rows of ``max_length`` tokens on this device, and apply it, in place.
+    """Choose the settings to train ``model`` on ``max_length`` tokens on this device, and apply them in place.
 
-    Replaces the search for arguments of :func:`seqtile.apply`. The plan runs the training step on shapes, and takes the
-    settings that cost least time among those whose high estimate fits; it chooses ``tile``, ``loss``, ``loss_tile``,
-    ``checkpoint``, ``offload``, ``heads``, ``keep``, ``blocks`` and ``state``. Call it before an engine wraps the
-    model, before or after adapters are added. Activation checkpointing that is on stays on.
+    Replaces the search for arguments of :func:`seqtile.apply`. The plan runs the training step on fake tensors and
+    takes the fastest settings whose high estimate fits: ``tile``, ``loss``, ``loss_tile``, ``checkpoint``, ``offload``,
+    ``heads``, ``keep``, ``blocks`` and ``state``. Call it before an engine wraps the model, before or after adapters
+    are added. Activation checkpointing that is on stays on.
 
     Args:
-        model: a causal language model of transformers; parameters that require a gradient train, and LoRA adapters are
-            read from its modules, their rank and layers too.
-        max_length: tokens of the longest row, on all ranks that share it.
-        device: the device that is planned for: ``"h100"``, a size such as ``"80GiB"``, or a torch device. None is the
-            device that holds the parameters; for a model on the CPU the accelerator, if there is one, else the host.
-        optimizer: ``"adamw"``, ``"adamw-8bit"``, ``"lion"``, ``"sgd"``, ``"sgd-momentum"``, ``"adafactor"``, or the
-            trainer's name of one.
+        model: a causal language model of transformers. Parameters that require a gradient train; rank and layers of
+            LoRA adapters are read from its modules.
+        max_length: tokens of the longest sequence, over all ranks that share it.
+        device: to plan for: ``"h100"``, a size such as ``"80GiB"``, or a torch device. None is the parameters' device;
+            for a model on the CPU the accelerator, if there is one, else the host.
+        optimizer: ``"adamw"``, ``"adamw-8bit"``, ``"lion"``, ``"sgd"``, ``"sgd-momentum"``, ``"adafactor"``, or a
+            name of Transformers' (``optim=``).
         engine: ``"single"``, ``"ddp"``, ``"fsdp2"``, ``"zero2"`` or ``"zero3"``; None is ``"ddp"`` where ``WORLD_SIZE``
             is above 1, else ``"single"``.
         sp_size: ranks that share one sequence by Ulysses.
         cp_size: ranks that share one sequence by ring attention.
         lora: adapters that will be added later: their rank, or a ``peft.LoraConfig``.
-        batch_size: rows per rank and micro-batch.
-        autocast: whether fp32 weights on an accelerator train under bf16 autocast, as TRL trains them; weights in 16
-            bits and a CPU are planned as they are.
-        **settings: arguments of :func:`seqtile.apply`; what is not the default stays as given.
+        batch_size: sequences per rank and micro-batch.
+        autocast: whether fp32 weights on an accelerator train under bf16 autocast, as in TRL; no effect for 16-bit
+            weights and on a CPU.
+        **settings: arguments of :func:`seqtile.apply` to fix; those at their default are chosen.
 
     Returns:
-        Report: that of :func:`seqtile.apply`; ``report.settings`` are the arguments that were chosen and
-        ``report.why`` says why, one sentence each.
+        Report: of :func:`seqtile.apply`; ``report.settings`` has the chosen arguments and ``report.why`` the reasons.
 
     Cost:
         Some seconds per setting that is tried. No weight is read and nothing runs on the device.
 
     Raises:
-        UserError: a wrong argument, or a model that no plan knows.
-        RunError: nothing fits; with the longest length that does, and what would help.
+        UserError: a wrong argument, or a model that cannot be planned.
+        RunError: nothing fits; names the longest length that does, and what would help.
     """
     if sentence := unknown_keys(settings):
         raise UserError(f"fit: {sentence}")
@@ -147,7 +146,7 @@ def choose_for(
     expect_module(model, "fit")
     refuse_wrapped(model)
     if isinstance(max_length, bool) or not isinstance(max_length, int) or max_length < 2:
-        raise UserError(f"max_length={max_length!r}: expected the tokens of a row, at least 2")
+        raise UserError(f"got max_length={max_length!r}, expected an int of at least 2")
     request, notes = describe(model, options, **question)
     fixed = {name: getattr(options, name) for name in CHOSEN if getattr(options, name) != DEFAULTS[name]}
     choice = choose(request, max_length, fixed, can_offload=request.device_type != "cpu")
@@ -155,7 +154,10 @@ def choose_for(
     chosen_options = replace(options, loss="tiled", **chosen)
     on_already = is_on(causal_model(model)) if recomputes is None else recomputes
     if on_already and chosen_options.checkpoint is None:
-        notes.append("activation checkpointing is on already and stays on: without it this length fits, and is faster")
+        notes.append(
+            "activation checkpointing was on already and stays on; this length also fits without it, and would be "
+            "faster"
+        )
     return Choice(chosen_options, (*choice.why, *notes), choice.estimate)
 
 
@@ -182,14 +184,16 @@ def choose(
     device_count = f"{request.gpus} x " if request.gpus > 1 else ""
     memory_gib = request.device.memory / 2**30
     why = [
-        f"rows of {max_length:,} tokens on {device_count}{request.device.name} with {memory_gib:,.2f} GiB: "
-        f"{estimate.device.expected / 2**30:,.2f} GiB expected, {estimate.device.high / 2**30:,.2f} GiB at most, at "
-        f"the peak in the {estimate.peak_at}"
+        (
+            f"{max_length:,} tokens per sequence on {device_count}{request.device.name} with {memory_gib:,.2f} GiB: "
+            f"{estimate.device.expected / 2**30:,.2f} GiB expected, {estimate.device.high / 2**30:,.2f} GiB at "
+            f"most, peak in the {estimate.peak_at}"
+        )
     ]
     if not rung.sure:
-        why.append("the high estimate does not fit; after an out-of-memory, smaller tiles hold less")
+        why.append("the high estimate does not fit; smaller tiles use less if this runs out of memory")
     if estimate.square or (request.attention == "sdpa" and packed):
-        why.append("sdpa attention builds a [tokens, tokens] mask for packed rows, which is not in the plan")
+        why.append("not included: the [tokens, tokens] mask that sdpa attention builds for packed documents")
     options = rung.settings
     if options.offload:
         options = replace(options, offload=offload_of(rung.planner, estimate))
@@ -206,7 +210,7 @@ def _what_helps(error: DoesNotFit) -> str:
     """The one setting that buys most length, or devices and adapters."""
     step = next_step(error.planner, error.longest)
     if step is None:
-        return "more or larger devices would help, or adapters (lora, qlora) in place of every weight"
+        return "use more or larger devices, or adapters (lora, qlora)"
     setting = re.sub(r"--(\S+) (\S+)", lambda flag: f"{flag[1].replace('-', '_')}: {flag[2]}", step.flags)
     return f"with {setting.replace(' ', ', ').replace(':,', ':')} {step.length:,} tokens fit ({step.why})"
 
@@ -233,23 +237,23 @@ def describe(
     config = getattr(causal, "config", None)
     if config is None or not hasattr(config, "get_text_config"):
         raise UserError(
-            f"fit got {type(causal).__name__}, expected a causal language model of transformers, whose config a plan "
-            "reads; give seqtile.apply the settings instead"
+            f"fit got {type(causal).__name__}, expected a causal language model of transformers (the plan reads its "
+            "config); use seqtile.apply"
         )
     model_name = str(getattr(config, "name_or_path", "") or type(causal).__name__)
     refuse_encoder(config, model_name, "fit is for")
     parameters = [*model.parameters()]
     four_bit = any(type(weight).__name__ == "Params4bit" for weight in parameters)
     if getattr(causal, "is_quantized", False) and not four_bit:
-        raise UserError("no plan knows this model's quantised weights, only 4-bit ones of bitsandbytes; use apply")
+        raise UserError("fit supports no other quantized weights than bitsandbytes' 4-bit ones; use seqtile.apply")
     adapters, notes = (find_adapters(model) if lora is None else _adapters_to_come(lora)), list[str]()
     trainable = [weight for weight in parameters if weight.requires_grad]
     if adapters is None and four_bit:
-        raise UserError("fit got 4-bit weights without adapters, which cannot train; add them, or give lora=16")
+        raise UserError("fit got 4-bit weights without adapters, which cannot train; add adapters, or pass lora=16")
     if adapters is None and not trainable:
-        raise UserError("fit got a model of which no parameter trains; add adapters first, or give lora=16")
+        raise UserError("fit got a model without trainable parameters; add adapters first, or pass lora=16")
     if adapters is None and len(trainable) < len(parameters):
-        notes.append("some weights are frozen; the plan takes all of them to train, which holds more")
+        notes.append("some weights are frozen, but the plan counts all as trained, which overestimates memory")
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     engine = engine or ("ddp" if world_size > 1 else "single")
     processes = 1 if engine == "single" else world_size
@@ -274,7 +278,7 @@ def describe(
         if reserved_bytes:
             planned_device = replace(planned_device, memory=max(1, planned_device.memory - int(reserved_bytes)))
             notes.append(
-                f"{reserved_bytes / 2**30:,.2f} GiB are left to weights that train whole or are frozen in fp32"
+                f"{reserved_bytes / 2**30:,.2f} GiB are reserved for weights that train fully or are frozen in fp32"
             )
     request = Request(
         model=model_name, config=config, device=planned_device, gpus=processes, nodes=max(1, processes // on_this_host),
@@ -298,7 +302,7 @@ def find_adapters(model: nn.Module) -> Lora | None:
         ]
         ranks += [int(getattr(module, "r", {}).get(adapter, 0)) for adapter in trained_adapters]
         if trained_adapters:
-            while name.endswith(".base_layer"):  # wrappers of one module's parameters stand inside each other
+            while name.endswith(".base_layer"):  # wrappers of one module's parameters are nested
                 name = name.removesuffix(".base_layer")
             layers.add(name.rpartition(".")[2])
             dropouts += [float(getattr(drop, "p", 0.0)) for drop in getattr(module, "lora_dropout", {}).values()]
@@ -310,7 +314,7 @@ def _adapters_to_come(lora: Any) -> Lora:
         return Lora(lora)
     targets = getattr(lora, "target_modules", None) or Lora.target_modules
     if not isinstance(getattr(lora, "r", None), int):
-        raise UserError(f"lora={lora!r}: expected the rank of adapters that will be added, or a peft.LoraConfig")
+        raise UserError(f"got lora={lora!r}, expected the rank of the adapters to add, or a peft.LoraConfig")
     rank = max([lora.r, *(getattr(lora, "rank_pattern", None) or {}).values()])
     return Lora(
         rank, targets if isinstance(targets, str) else tuple(sorted(targets)),
@@ -338,10 +342,10 @@ def find_planned_device(model: nn.Module, device: str | torch.device | None, pro
     if is_accelerator(device):
         memory, name = total_device_bytes(device.index), device_name(device.index)
         if not memory:
-            raise UserError(f"{name} does not report how much memory it has; give it: device='80GiB'")
+            raise UserError(f"{name} does not report its memory; pass it, such as device='80GiB'")
         return Device(name, memory, None, "the driver", compute_capability()), device.type
     if device.type != "cpu":
-        raise UserError(f"device {str(device)!r} is not on this machine; give its memory instead, device='80GiB'")
+        raise UserError(f"device {str(device)!r} is not on this machine; pass its memory, such as device='80GiB'")
     model_bytes = sum(w.numel() * w.element_size() for w in model.parameters() if w.device.type == "cpu")
     return host_as_device(processes, model_bytes), "cpu"
 
@@ -354,7 +358,7 @@ def host_as_device(processes: int, model_bytes: int = 0) -> Device:
     """
     free = available_host_bytes()
     if not free:
-        raise UserError("this system does not report how much memory is free; give it: --fit-memory or device='16GiB'")
+        raise UserError("this system does not report its free memory; pass it with --fit-memory, or device='16GiB'")
     return Device(
         "this host", free // processes + model_bytes, None, "free memory of the host, divided by its processes"
     )
@@ -378,7 +382,7 @@ def planned_optimizer(name: str, arguments: Any = None) -> str:
         return name
     if name not in TRAINER_OPTIMIZERS:
         names = ", ".join([*STATE_BYTES, *(other for other in TRAINER_OPTIMIZERS if other not in STATE_BYTES)])
-        raise UserError(f"no plan knows optimiser {name!r}; use one of {names}, or choose the settings yourself")
+        raise UserError(f"got optimizer {name!r}, expected one of {names}, or use seqtile.apply")
     return "sgd-momentum" if name == "sgd" and "momentum" in str(arguments) else TRAINER_OPTIMIZERS[name]
 
 

@@ -28,23 +28,23 @@ BLOCKS = ("auto", "mlp", "mlp+norm", WHOLE_LAYER, "none")
 PATHS = ("auto", "fused", "generic")
 LOSS_KERNELS = ("torch", "native", "liger", "cce", "auto")
 CHECKPOINT_POLICIES = ("layer", "attention-saved")
-"""What activation checkpoints keep. ``"auto"`` is for a plan to choose; ``"none"`` is None: they stay as they are."""
+"""What activation checkpoints save. ``"auto"`` is for plans; ``"none"`` is None: checkpointing is not changed."""
 
 WITH_FLAGS = ("train", "plan", "probe")
-"""Commands that have a flag for an option which does not say for itself where it has one."""
+"""Commands with a flag for an option, by default."""
 
 
 @dataclass(frozen=True)
 class Declaration:
-    """How an option is given by people.
+    """How an option is written by users.
 
     Attributes:
         help: one phrase for ``--help``, without a full stop.
         commands: commands that have a flag for it.
         recipe: whether it is a key of a recipe.
-        plan: whether a plan heeds it.
+        plan: whether plans depend on it.
         choices: the words that are its only values; empty if there are others.
-        flag_values: what a flag takes in place of ``choices``, and the value that each word stands for.
+        flag_values: the flag's words in place of ``choices``, and the value of each.
         metavar: of the flag.
         least: smallest number.
         flag: type of the flag where it is narrower than text.
@@ -75,7 +75,7 @@ class TilingOptions:
     Which of them exclude each other depends on who uses them, and is checked there.
 
     Raises:
-        UserError: a value is none of its option's.
+        UserError: an invalid value.
     """
 
     tile: int | str = option(
@@ -119,8 +119,8 @@ class TilingOptions:
             value = getattr(self, name)
             if not _is_only(value):
                 raise UserError(
-                    f"{name}={value!r}: expected a block's name or pattern, several of them, or a function of (name, "
-                    "module)"
+                    f"got {name}={value!r}, expected a block's name or pattern, a list of them, or a function of "
+                    "(name, module)"
                 )
             if value is not None and not isinstance(value, str) and not callable(value):
                 object.__setattr__(self, name, tuple(value))  # so that records can be compared and hashed
@@ -131,27 +131,27 @@ class TilingOptions:
         except (TypeError, ValueError) as error:
             raise UserError(str(error)) from None
         if self.loss not in (None, "tiled"):
-            raise UserError(f"loss={self.loss!r}: expected 'tiled', or None to leave it as it is")
+            raise UserError(f"got loss={self.loss!r}, expected 'tiled' or None")
         _one_of("loss_impl", self.loss_impl, LOSS_KERNELS)
         if self.checkpoint == "none":
             object.__setattr__(self, "checkpoint", None)
         if self.checkpoint not in (None, "auto", *CHECKPOINT_POLICIES):
             names = ", ".join(map(repr, CHECKPOINT_POLICIES))
-            raise UserError(f"checkpoint={self.checkpoint!r}: expected one of {names}, 'none', or None")
+            raise UserError(f"got checkpoint={self.checkpoint!r}, expected one of {names}, 'none', or None")
         if self.offload_room is None:
-            raise UserError(f"offload={self.offload!r}: expected True, False or a bound such as '64GB'")
+            raise UserError(f"got offload={self.offload!r}, expected True, False or a size such as '64GB'")
         try:
             self.loss_rule  # noqa: B018
         except (TypeError, ValueError) as error:
             raise UserError(str(error).replace("tile=", "loss_tile=", 1)) from None
         heads = self.heads
         if heads not in (None, "auto") and (isinstance(heads, bool) or not isinstance(heads, int) or heads < 1):
-            raise UserError(f"heads={heads!r}: expected 'auto', a number of key-value heads per pass from 1, or None")
+            raise UserError(f"got heads={heads!r}, expected 'auto', an int of at least 1, or None")
         if isinstance(self.state, str) and self.state.isdecimal():  # a flag's
             object.__setattr__(self, "state", int(self.state))
         state = self.state
         if state not in (None, "auto") and (isinstance(state, bool) or not isinstance(state, int) or state < 2):
-            raise UserError(f"state={state!r}: expected 'auto', a number of tokens per tile from 2, or None")
+            raise UserError(f"got state={state!r}, expected 'auto', an int of at least 2, or None")
 
     @property
     def tiled(self) -> bool:
@@ -201,7 +201,7 @@ def _is_only(value: object) -> bool:
 
 def _one_of(name: str, value: object, choices: Sequence[str]) -> None:
     if value not in choices:
-        raise UserError(f"{name}={value!r}: expected one of {', '.join(map(repr, choices))}")
+        raise UserError(f"got {name}={value!r}, expected one of {', '.join(map(repr, choices))}")
 
 
 def _fields() -> tuple[Field[Any], ...]:
@@ -215,16 +215,16 @@ DEFAULTS: dict[str, Any] = {option.name: option.default for option in _fields()}
 """The value of each option that is not given."""
 
 OF_BLOCKS = ("tile", "only", "trust", "path", "keep")
-"""Options that nothing heeds where no block is tiled."""
+"""Options without effect where no block is tiled."""
 
 
 def unknown_keys(keys: Iterable[str]) -> str:
-    """A sentence about the keys that are no option, with the nearest one and all there are; "" where each is one."""
+    """A message about unknown keys, with the closest and all valid ones, or ""."""
     if not (unknown := [key for key in keys if key not in DEFAULTS]):
         return ""
     nearest = difflib.get_close_matches(str(unknown[0]), DEFAULTS, n=1)
     meant = f"; did you mean {nearest[0]}?" if nearest else "."
-    return f"{', '.join(map(repr, unknown))} is no key{meant} The keys are {', '.join(DEFAULTS)}"
+    return f"unknown keys: {', '.join(map(repr, unknown))}{meant} Keys: {', '.join(DEFAULTS)}"
 
 
 def file_type(name: str, *, choices: bool) -> Any:
@@ -249,10 +249,10 @@ def flag_type(name: str) -> type:
 
 
 def from_flag(name: str, text: Any) -> Any:
-    """The value that a flag's text stands for.
+    """The value of a flag's text.
 
     Raises:
-        UserError: a word that is none of the flag's.
+        UserError: an unknown word.
     """
     flag_values = WRITTEN[name].flag_values
     if flag_values is None:
@@ -266,7 +266,7 @@ def from_flag(name: str, text: Any) -> Any:
 
 
 def to_flag(name: str, value: Any) -> Any:
-    """The word of a flag that stands for ``value``; the value itself where the flag has no words of its own."""
+    """The flag's word for ``value``; the value itself where the flag has no words."""
     flag_values = WRITTEN[name].flag_values or {}
     return next((word for word, meant in flag_values.items() if meant == value), value)
 

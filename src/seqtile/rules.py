@@ -1,6 +1,6 @@
 """Which settings exclude each other: one table for ``apply``, ``train``, ``plan``, the plugins and the callback.
 
-Each of them describes what it was asked for as a :class:`Combination` and calls :func:`check_combination`. A rule is a
+Each of them describes its settings as a :class:`Combination` and calls :func:`check_combination`. A rule is a
 condition and a sentence; the first rule that matches refuses the combination. Nothing here imports torch.
 """
 
@@ -21,7 +21,7 @@ FROZEN_WEIGHTS_STAY = (0, 19, 4)
 """From this version on DeepSpeed keeps frozen weights whole until a recompute is over (its pull request 8130)."""
 
 NOT_VERIFIED = {"ms-swift": ("loss", "loss_tile", "loss_impl", "checkpoint", "offload", "heads", "state")}
-"""By framework: options that nobody has run under its trainer, which has a loss and checkpoints of its own."""
+"""By framework: options not verified under its trainer, which has its own loss and checkpoints."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class ModelFacts:
     Attributes:
         name: for messages, in quotes.
         positions: tokens that a row can have; None where there is no limit.
-        scaling: the line of a recipe with which rows of ``max_length`` tokens fit; "" where there is none.
+        scaling: the line of a recipe with which ``max_length`` tokens fit, or "".
         heads, key_heads: of its attention; 0 where they are not known.
         window: tokens of its sliding window; None without one.
         no_ring: why ring attention cannot compute it; "" where it can.
@@ -48,7 +48,7 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class Combination:
-    """What one run was asked for, as far as the caller knows it.
+    """The settings of one run, as far as the caller knows them.
 
     Attributes:
         options: of tiling.
@@ -115,7 +115,7 @@ class Combination:
 
     @property
     def moved(self) -> str:
-        """What the engine is to keep on the host, in words."""
+        """What the engine offloads, for messages."""
         return " and ".join(name for name in ("optimizer", "weights") if name in self.engine_offload)
 
     @property
@@ -126,19 +126,19 @@ class Combination:
 
     @property
     def idle_options(self) -> str:
-        """Options of blocks that were given, and that nothing heeds where no block is tiled."""
+        """Options of blocks that are set although no block is tiled."""
         names = (name for name in OF_BLOCKS if name != "trust" and getattr(self.options, name) != DEFAULTS[name])
         return "" if self.options.tiled else ", ".join(names)
 
     @property
     def idle_loss(self) -> str:
-        """Options of the tiled loss that were given without it."""
+        """Options of the tiled loss that are set without it."""
         names = (name for name in ("loss_tile", "loss_impl") if getattr(self.options, name) != DEFAULTS[name])
         return ", ".join(names) if self.options.loss is None else ""
 
     @property
     def unverified(self) -> str:
-        """Options that nobody has run under the framework's trainer."""
+        """Options that are not verified under the framework's trainer."""
         names = NOT_VERIFIED.get(self.framework, ())
         return ", ".join(name for name in names if getattr(self.options, name) != DEFAULTS[name])
 
@@ -146,14 +146,14 @@ class Combination:
     def why_not_saved(self) -> str | None:
         """Why activation checkpoints cannot keep attention's output, and what to do; None where they can."""
         if self.attention == "eager":
-            return "needs an attention kernel, and eager attention is plain products; use flash or sdpa attention"
+            return "needs an attention kernel; use flash or sdpa attention"
         if self.adapters and adapters_need_reentrant(self.engine or ""):
             return (
-                "needs non-reentrant checkpoints, which fail with adapters under zero3 before DeepSpeed 0.19.4; update "
-                "it, or use fsdp2 or zero2"
+                "needs non-reentrant checkpointing, which fails with adapters under zero3 before DeepSpeed 0.19.4; "
+                "upgrade it, or use fsdp2 or zero2"
             )
         if self.cp_size > 1:
-            return f"is not proven with ring attention ({self.split}); use checkpoint 'layer'"
+            return f"does not support ring attention ({self.split}); use checkpoint 'layer'"
         return None
 
 
@@ -177,98 +177,97 @@ Rule = tuple[Callable[[Combination], object], str]
 RULES: tuple[Rule, ...] = (
     # Options alone.
     (lambda c: c.idle_options,
-     "blocks 'none' (tiled_mlp: false, --tile none) tiles no block, so {c.idle_options} would be ignored; leave one of "
-     "them out"),
-    (lambda c: c.idle_loss, "without loss 'tiled' nothing heeds {c.idle_loss}; give both or neither"),
+     "blocks 'none' (tiled_mlp: false, --tile none) tiles nothing, so {c.idle_options} would be ignored; drop one"),
+    (lambda c: c.idle_loss, "{c.idle_loss} needs loss 'tiled'"),
     (lambda c: c.options.checkpoint == "auto" and not c.chooses,
-     "checkpoint 'auto' is for a plan to choose; use 'layer' or 'attention-saved', or leave it out"),
+     "checkpoint 'auto' is for plans; use 'layer' or 'attention-saved', or drop it"),
     (lambda c: (c.options.checkpoint or c.options.offload) and not c.recomputes,
-     "checkpoint and offload say what activation checkpoints keep and where, and activation checkpointing is off; drop "
-     "one of the two"),
+     "checkpoint and offload need activation checkpointing, which is off; turn it on, or drop them"),
     (lambda c: c.unverified,
-     "{c.unverified}: not verified under {c.framework}'s trainer, which has a loss and checkpoints of its own; leave "
-     "it out"),
+     "{c.unverified}: not verified with {c.framework}'s trainer, which has its own loss and checkpoints; drop it"),
     # Other programs that do the same job.
     (lambda c: c.options.path == "fused" and c.mlp_kernels,
-     "path 'fused' replaces the MLP that {c.mlp_kernels[0]} replaces too; set {c.mlp_kernels[0]}: false, or leave path "
-     "(tiled_mlp_use_original_mlp: false) out"),
+     "path 'fused' and {c.mlp_kernels[0]} both replace the MLP; set {c.mlp_kernels[0]}: false, or drop path "
+     "(tiled_mlp_use_original_mlp: false)"),
     (lambda c: c.options.loss and c.losses,
-     "loss 'tiled' and {c.losses[0]} both compute the loss; set {c.losses[0]}: false or drop loss"),
+     "loss 'tiled' and {c.losses[0]} both compute the loss; set {c.losses[0]}: false, or drop loss"),
     (lambda c: (c.options.checkpoint or c.options.offload) and c.checkpointers,
-     "checkpoint and offload, and {c.checkpointers[0]}, decide what activation checkpoints keep; leave one out"),
+     "{c.checkpointers[0]} and checkpoint or offload both decide what activation checkpoints keep; drop one"),
     # A selective checkpoint saves what each tile's products return: all of gate and up, which no backward reads.
     (lambda c: c.options.tiled and c.product_savers,
-     "{c.product_savers[0]} keeps the products of every tile, so that tiling frees nothing; leave it out, name "
-     "attention's projections alone in save_modules, or tile no MLP (tiled_mlp: false)"),
+     "{c.product_savers[0]} saves the products of every tile, so tiling frees nothing; drop it, name only "
+     "attention's projections in save_modules, or set tiled_mlp: false"),
     (lambda c: c.options.offload and c.offloaders,
-     "offload and {c.offloaders[0]} both move activations to the host; keep one"),
+     "offload and {c.offloaders[0]} both offload activations; keep one"),
     # Processes and engines.
     (lambda c: c.engine == "single" and (c.processes or 1) > 1,
      "engine 'single' is one process, got {c.processes}; use engine ddp, fsdp2, zero2 or zero3"),
     (lambda c: c.engine == "ddp" and c.processes == 1,
-     "engine 'ddp' needs at least 2 processes, got 1; give more, or use engine single"),
+     "engine 'ddp' needs at least 2 processes, got 1; use engine single"),
     (lambda c: (c.processes or 0) % c.nodes,
-     "{c.processes} processes are not {c.nodes} nodes of equally many; give the number of all of them"),
+     "got {c.processes} processes on {c.nodes} nodes, expected a multiple of {c.nodes} (it counts all nodes)"),
     (lambda c: c.moved and c.engine not in SHARDED,
-     "offload of {c.moved} is the engine's, and engine {c.engine!r} has none; use engine zero3 or fsdp2"),
+     "offload of {c.moved} needs engine zero3 or fsdp2, got {c.engine!r}"),
     (lambda c: c.engine == "zero2" and "weights" in c.engine_offload,
      "offload of weights needs an engine that shards them, got engine 'zero2'; use zero3 or fsdp2"),
     (lambda c: c.engine == "fsdp2" and len({*c.engine_offload}) == 1,
-     "engine 'fsdp2' moves weights and optimizer together, got offload of {c.moved} alone; give both, or use zero3"),
+     "engine 'fsdp2' offloads weights and optimizer together, got {c.moved} only; set both, or use zero3"),
     (lambda c: c.engine in SHARDED and c.trainer.get("save_on_each_node"),
-     "trainer.save_on_each_node with engine {c.engine!r} would leave each node a part of every checkpoint, and none to "
-     "go on from; drop it, and give --output a directory that all nodes share"),
+     "trainer.save_on_each_node with engine {c.engine!r} would leave no complete checkpoint on any node; drop it, "
+     "and use a shared directory for --output"),
     (lambda c: c.options.checkpoint == "attention-saved" and c.why_not_saved,
      "checkpoint 'attention-saved' {c.why_not_saved}"),
     # Sequences that ranks share.
     (lambda c: c.sp_size > 1 and c.cp_size > 1,
-     "cp_size {c.cp_size} and sp_size {c.sp_size} both split sequences, by different engines; keep one"),
+     "got both cp_size {c.cp_size} and sp_size {c.sp_size}; use one"),
     (lambda c: c.cp_size > 1 and c.engine not in (None, "fsdp2"),
-     "{c.split} splits sequences by FSDP2, got engine {c.engine!r}; use engine fsdp2"),
+     "{c.split} needs engine fsdp2, got {c.engine!r}"),
     (lambda c: c.sp_size > 1 and c.engine == "zero2",
-     "{c.split} with engine 'zero2' trains with gradients {c.sp_size} times too large (DeepSpeed divides by too few "
+     "{c.split} with engine 'zero2' makes gradients {c.sp_size} times too large (DeepSpeed divides by too few "
      "processes); use engine zero3"),
     (lambda c: c.sp_size > 1 and c.engine not in (None, "zero3"),
-     "{c.split} splits sequences by DeepSpeed, got engine {c.engine!r}; use engine zero3"),
+     "{c.split} needs engine zero3 (DeepSpeed's Ulysses), got {c.engine!r}"),
     (lambda c: (c.processes or 0) % max(c.sp_size, c.cp_size),
-     "{c.split} does not divide {c.processes} processes; every sequence needs that many"),
+     "got {c.processes} processes, expected a multiple of {c.split}"),
     (lambda c: (c.max_length or 0) % c.multiple,
-     "max_length {c.max_length} is not a multiple of {c.multiple}, as {c.split} needs; use --max-length "
+     "max_length {c.max_length} is not a multiple of {c.multiple}, which {c.split} needs; use --max-length "
      "{c.nearest_length}"),
     (lambda c: (c.trainer.get("pad_to_multiple_of") or 0) % c.multiple,
-     "trainer.pad_to_multiple_of has to be a multiple of {c.multiple}, as {c.split} needs; drop it"),
+     "trainer.pad_to_multiple_of is not a multiple of {c.multiple}, which {c.split} needs; drop it"),
     (lambda c: c.cp_size > 1 and c.attention not in (None, "sdpa", "flash"),
-     "{c.split} needs PyTorch's own attention, got {c.attention!r}; use sdpa"),
+     "{c.split} needs PyTorch's attention, got {c.attention!r}; use sdpa"),
     (lambda c: c.cp_size > 1 and (c.packs or c.packing),
-     "packing (or padding_free) with {c.split}: ring attention knows no documents; use 'packing: false'"),
+     "{c.split} does not support packing or padding_free (ring attention has no document masks); use 'packing: "
+     "false'"),
     # Ulysses drops attention masks; where flash attention would read the documents' ends beside it, DeepSpeed 0.19 asks
     # cu_seq_lens for a second dimension, which TRL's have not, and crashes:
     # https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/runtime/sequence_parallel/ulysses_sp.py
     (lambda c: c.sp_size > 1 and c.packs,
-     "packing (or padding_free) with {c.split} would let packed documents see each other, and crashes under flash "
-     "attention; use 'packing: wrapped' or none"),
+     "{c.split} with packing or padding_free would let packed documents attend to each other, and crashes under "
+     "flash attention; use 'packing: wrapped' or none"),
     (lambda c: c.cp_size > 1 and c.trainer.get("label_smoothing_factor"),
-     "label_smoothing_factor with {c.split}: the trainer shifts the labels of each process's part by themselves, and "
-     "loses those at its ends; drop it"),
+     "{c.split} does not support label_smoothing_factor: the trainer shifts the labels of each rank's part "
+     "separately; drop it"),
     (lambda c: c.cp_size > 1 and c.options.heads is not None,
-     "heads {c.options.heads} with {c.split}: ring attention takes all heads at once; drop heads"),
+     "{c.split} does not support heads {c.options.heads}: ring attention runs all heads at once; drop heads"),
     # The model.
     (lambda c: c.max_length and c.model.positions is not None and c.max_length > c.model.positions,
-     "rows of {c.max_length:,} tokens are beyond the {c.model.positions:,} positions of {c.model.name}; use at most "
-     "those{c.model.scaling}"),
-    (lambda c: c.cp_size > 1 and c.model.no_ring, "{c.split} does not fit {c.model.name}: {c.model.no_ring}"),
+     "{c.max_length:,} tokens exceed the {c.model.positions:,} positions of {c.model.name}; use at most "
+     "{c.model.positions}{c.model.scaling}"),
+    (lambda c: c.cp_size > 1 and c.model.no_ring, "{c.split} does not support {c.model.name}: {c.model.no_ring}"),
     (lambda c: c.model.heads and not heads_divide(c.model.heads, c.model.key_heads, c.sp_size),
-     "{c.split} does not fit {c.model.name} with {c.model.heads} attention heads and {c.model.key_heads} key-value "
-     "heads; use a size that divides {c.model.heads} and divides, or is a multiple of, {c.model.key_heads}"),
+     "{c.split} does not support {c.model.name} with {c.model.heads} attention heads and {c.model.key_heads} "
+     "key-value heads; use a size that divides {c.model.heads} and divides, or is a multiple of, "
+     "{c.model.key_heads}"),
     (lambda c: c.sp_size > 1 and c.window_length and "flash" not in (c.attention or "flash"),
-     "{c.split} drops the mask of {c.model.name}'s sliding window of {c.model.window} tokens under {c.attention!r} "
-     "attention; use --max-length {c.window_length}, or attention flash"),
+     "{c.split} with {c.attention!r} attention drops the sliding-window mask ({c.model.window} tokens) of "
+     "{c.model.name}; use --max-length {c.window_length}, or attention flash"),
 )  # fmt: skip
 """Conditions and sentences; the first that matches counts."""
 
 
 def refused(combination: Combination) -> str | None:
-    """The sentence about a combination that cannot run, or that would ignore a setting; None where it can."""
+    """Why a combination cannot run or would ignore a setting; None where it can."""
     for matches, sentence in RULES:
         if matches(combination):
             return sentence.format(c=combination)

@@ -1,6 +1,6 @@
-"""Where the cuts are: tile rules, and the tile sizes of one batch.
+"""Tile rules, and the tile sizes of a batch.
 
-Everything that needs a cut (forward, backward, report, benchmark) asks this module; nobody re-derives one.
+Everything that needs a cut (forward, backward, report, benchmark) uses this module.
 Tokens here are rows: ``batch * sequence`` of the block's input, flattened.
 """
 
@@ -137,7 +137,7 @@ class TileRule:
         return sizes
 
     def describe(self, shape: BlockShape) -> str:
-        """The rule in words, for the report."""
+        """Description of the rule, for the report."""
         if self.kind == "shards":
             return f"{self.value:,} tile{'s' if self.value != 1 else ''}"
         if self.kind == "arctic":

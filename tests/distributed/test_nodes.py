@@ -194,7 +194,7 @@ def test_a_node_is_killed_the_others_end_with_a_sentence_and_the_run_goes_on(
         end_all(fronts)
     told = [line for line in said(folder, 1 - killed).splitlines() if line.startswith("seqtile: ")]
     assert code == 1 and len(told) == 1, said(folder, 1 - killed)
-    assert re.search(rf"rank {1 - killed} lost its connection.*; the last whole checkpoint is .*--resume", told[0])
+    assert re.search(rf"rank {1 - killed} lost its connection.*; the last complete checkpoint is .*--resume", told[0])
 
     newest, _ = newest_whole(output)
     assert newest is not None
@@ -261,7 +261,7 @@ def test_a_node_is_asked_to_stop_all_save_and_the_run_goes_on(
         end_all(fronts)
     (saved,) = output.glob("checkpoint-*")
     assert newest_whole(output)[0] == saved
-    sentence = f"{number.name} on one of the nodes stopped the run; go on with --resume"
+    sentence = f"{number.name} on one of the nodes stopped the run; resume with --resume"
     assert all(sentence in " ".join(said(folder, rank).split()) for rank in range(2)), said(folder, 0) + said(folder, 1)
     step = int(saved.name.rpartition("-")[2])
     assert node_fronts.train_on_nodes(folder, output, resume=True, **values, steps=step + 1) == {0: 0, 1: 0}

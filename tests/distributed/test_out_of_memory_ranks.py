@@ -87,7 +87,7 @@ def check(folder: Path, engine: str, faults: Any, monkeypatch: Any, capfd: Any) 
     assert read_recipe(output / "recipe.yaml")["tile"] == expected[-1][-1]
     assert errors.count("out of memory at step") == len(faults)
     for rank, phase, step in (word.split(":") for word in faults):
-        assert re.search(rf"out of memory at step {step}, in the {phase}[^:]*, on rank {rank}: going on from", errors)
+        assert re.search(rf"out of memory at step {step}, in the {phase}[^:]*, on rank {rank}: continuing from", errors)
     assert "Traceback" not in errors, errors
     losses, trained = alone(folder)
     again = [row["loss"] for row in found["losses"]]

@@ -69,7 +69,7 @@ def test_both_ranks_stop_and_name_the_one_with_the_broken_loss(told: list[dict[s
     assert told[0]["said"] == told[1]["said"]
     assert told[0]["said"].startswith("stopped at step 3: the loss is nan on rank 1\n  micro-batch 1 of 1, 1 x ")
     assert "rank 0" not in told[0]["said"]
-    assert f"the last whole checkpoint is {folder / 'parts' / 'checkpoint-2'}" in told[0]["said"]
+    assert f"the last complete checkpoint is {folder / 'parts' / 'checkpoint-2'}" in told[0]["said"]
 
 
 def test_what_was_saved_before_goes_on_as_if_nothing_had_been(told: list[dict[str, Any]], folder: Path):

@@ -17,4 +17,4 @@ def test_the_command_starts_the_processes(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)  # one object, nothing else
     assert found["verdict"] == "same" and found["engine"] == "ddp" and found["with_dropout"]["compared"] == 29
-    assert found["notes"][0] == "under ddp on 2 processes; costs are those of one"
+    assert found["notes"][0] == "under ddp on 2 processes; costs are per process"

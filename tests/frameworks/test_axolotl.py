@@ -221,7 +221,7 @@ def test_lora_in_tritons_kernels_is_left_untiled(axolotl: Axolotl) -> None:
     same(run, axolotl.run("LoRA"))
     assert run.kernel_tokens() == {TOKENS}
     assert "seqtile left base_model.model.model.layers.1.mlp (LlamaMLP) alone: not proven:" in run.log
-    assert "seqtile: no MLP is tiled under lora_mlp_kernel, which axolotl switches on with LoRA" in run.log
+    assert "which axolotl enables by default with LoRA" in run.log
 
 
 @pytest.mark.parametrize(
@@ -294,8 +294,8 @@ def test_examples_pass_axolotls_validation(facts: dict[str, Any]) -> None:
     assert verdicts["llama3-8b-zero3"] == verdicts["llama3-8b-fsdp2"] == ""
     assert verdicts["liger"] == verdicts["degree"] == ""
     assert "tiled_mlp_use_original_mlp: true" in verdicts["liger-replaced"]  # Liger's plugin refuses it itself
-    assert "replaces the MLP that lora_mlp_kernel" in verdicts["kernel-replaced"]
-    assert "names of one number" in verdicts["two-degrees"]
+    assert "and lora_mlp_kernel both replace the MLP" in verdicts["kernel-replaced"]
+    assert "set the same number; keep one" in verdicts["two-degrees"]
 
 
 def test_stand_ins_are_like_axolotl(facts: dict[str, Any]) -> None:

@@ -64,7 +64,7 @@ def test_unsloths_own_tiles_under_ddp(patched_by: str, tmp_path: Path) -> None:
     """``patch_tiled_mlp`` alone fails; with what the loader calls besides, the gradients are the untiled ones."""
     started = [start(tmp_path, "ddp", str(tmp_path / "store"), str(rank), patched_by) for rank in range(2)]
     for found in [result(one) for one in started]:
-        assert found["refused"].startswith("Unsloth's own tiled MLP runs LlamaMLP already")
+        assert found["refused"].startswith("Unsloth's own tiled MLP already runs LlamaMLP")
         if patched_by == "loader":
             assert found["worst"] < 1e-5
         else:

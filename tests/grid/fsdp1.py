@@ -46,7 +46,7 @@ CASES = [
     ),
     Case(
         "apply-late", "apply after wrapping", options={"apply": "wrapped", **ORIGINAL},
-        refused=r"FullyShardedDataParallel already.*before FSDP wraps",
+        refused=r"already wrapped in FullyShardedDataParallel.*before FSDP wraps",
     ),
 ]  # fmt: skip
 

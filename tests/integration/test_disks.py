@@ -121,9 +121,9 @@ def test_a_limit_of_file_sizes_while_saving(
         run(values, _Limit(2, size))
     resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     sentence = str(told.value)
-    assert sentence.startswith("the disk ") and "takes no file as large (ulimit -f); " in sentence
-    assert f"the last whole checkpoint is {tmp_path / 'out' / 'checkpoint-1'}; checkpoint-2 is torn" in sentence
-    assert sentence.endswith(f"go on with --resume --output {tmp_path / 'out'}") and "\n" not in sentence
+    assert sentence.startswith("the disk ") and "does not allow files of this size (ulimit -f); " in sentence
+    assert f"the last complete checkpoint is {tmp_path / 'out' / 'checkpoint-1'}; checkpoint-2 is torn" in sentence
+    assert sentence.endswith(f"run with --resume --output {tmp_path / 'out'}") and "\n" not in sentence
     assert find_checkpoint(tmp_path / "out").name == "checkpoint-1"
     run(values, resume=True)
     assert (tmp_path / "out" / "set-aside-checkpoint-2").is_dir()
@@ -136,7 +136,10 @@ def test_a_limit_of_file_sizes_while_resuming(
     shutil.rmtree(output / "checkpoint-3")
     before = (output / "recipe.yaml").read_bytes()
     _limit(100)
-    with unwritten(capfd), pytest.raises(RunError, match=r"ulimit -f\); the last whole checkpoint is .*checkpoint-2;"):
+    with (
+        unwritten(capfd),
+        pytest.raises(RunError, match=r"ulimit -f\); the last complete checkpoint is .*checkpoint-2;"),
+    ):
         run(recipe(model, dataset, output), resume=True)
     assert (output / "recipe.yaml").read_bytes() == before
 
@@ -152,14 +155,14 @@ def test_a_limit_of_file_sizes_while_saving_shards(
         checkpoint.save({"weight": torch.zeros(1000)}, checkpoint_id=tmp_path / "shards", no_dist=True)
 
     monkeypatch.setattr("seqtile.train.run._attempt", attempt)
-    with unwritten(capfd), pytest.raises(RunError, match=r"\(ulimit -f\); no checkpoint is whole yet"):
+    with unwritten(capfd), pytest.raises(RunError, match=r"\(ulimit -f\); no checkpoint is complete yet"):
         run(recipe(model, dataset, tmp_path / "out"))
 
 
 @OWN_MOUNTS
 @pytest.mark.parametrize(
     ("size", "words"),
-    [(800_000, "checkpoint-1; checkpoint-2 is torn"), (40_000, "no checkpoint is whole yet: fix that")],
+    [(800_000, "checkpoint-1; checkpoint-2 is torn"), (40_000, "no checkpoint is complete yet: fix that")],
 )
 def test_a_full_disk_while_saving(model: Path, dataset: Path, tmp_path: Path, server: Any, size: int, words: str):
     disk = tmp_path / "disk"
@@ -167,7 +170,7 @@ def test_a_full_disk_while_saving(model: Path, dataset: Path, tmp_path: Path, se
     values = recipe(model, dataset, disk / "out")
     ended = killed_run.train(server, values, tmp_path / "log", before=partial(disk_faults.small, disk, size))
     assert ended.code == 1, ended.said
-    assert f"the disk that holds {disk}" in ended.said and words in ended.said
+    assert f"the disk of {disk}" in ended.said and words in ended.said
     assert " (0.0 of 0.0 GB free) is full; " in ended.said
     assert "Traceback" not in ended.said
 
@@ -180,8 +183,8 @@ def test_a_full_disk_while_resuming(model: Path, dataset: Path, output: Path, se
     log, before = output.parents[1] / f"{output.parent.name}.log", partial(disk_faults.full_with, output, room)
     ended = killed_run.train(server, recipe(model, dataset, output), log, resume=True, before=before)
     assert ended.code == 1, ended.said
-    assert f"the disk that holds {output}" in ended.said and " (0.0 of 0.0 GB free) is full; " in ended.said
-    assert f"the last whole checkpoint is {output / 'checkpoint-2'}; " in ended.said
+    assert f"the disk of {output}" in ended.said and " (0.0 of 0.0 GB free) is full; " in ended.said
+    assert f"the last complete checkpoint is {output / 'checkpoint-2'}; " in ended.said
     assert "Traceback" not in ended.said
 
 
@@ -192,8 +195,8 @@ def test_a_disk_that_becomes_read_only(model: Path, dataset: Path, tmp_path: Pat
     ended = killed_run.train(server, values, tmp_path.with_suffix(".log"), before=before)
     assert ended.code == 1, ended.said
     assert (
-        f"the disk that holds {tmp_path}" in ended.said
-        and ") is mounted read-only; the last whole checkpoint is " in ended.said
+        f"the disk of {tmp_path}" in ended.said
+        and ") is mounted read-only; the last complete checkpoint is " in ended.said
     )
     assert f"{tmp_path / 'out' / 'checkpoint-1'}; fix that" in ended.said
 
@@ -204,7 +207,7 @@ def test_a_read_only_disk_while_resuming(model: Path, dataset: Path, output: Pat
     ended = killed_run.train(server, recipe(model, dataset, output), log, resume=True, before=before)
     assert ended.code == 2, ended.said
     assert f"cannot write to output '{output}' (Read-only file system, the disk " in ended.said
-    assert f"; fix that, then go on from {output / 'checkpoint-3'}" in ended.said
+    assert f"; fix that, then resume from {output / 'checkpoint-3'}" in ended.said
 
 
 # ---- digests ----
@@ -276,8 +279,8 @@ def _other_archive() -> bytes:
         ("global_step3/zero_pp_rank_0_mp_rank_00_optim_states.pt", _Calls(os.system, "touch made"), "posix.system"),
         ("optimizer.pt", {"a": [_Calls(eval, "open('made', 'w')")]}, "builtin"),
         ("scheduler.pt", _Calls(getattr, "", "join"), "getattr"),
-        ("rng_state.pth", b"\x80\x04c", "is a pickle that is not looked into"),
-        ("rng_state.pth", b"PK\x03\x04" + b"x" * 99, "holds a pickle that cannot be read"),
+        ("rng_state.pth", b"\x80\x04c", "is a pickle that cannot be checked"),
+        ("rng_state.pth", b"PK\x03\x04" + b"x" * 99, "has an unreadable pickle"),
         ("pytorch_model_fsdp_0/.metadata", pickle.dumps(_Calls(os.system, "touch made")), "posix.system"),
     ],
 )
@@ -288,7 +291,7 @@ def test_a_pickle_that_asks_for_more_is_refused(
     _poison(output / "checkpoint-3", name, content)
     assert main(["train", "--resume", "--output", str(output)]) == 2
     said = capsys.readouterr().err
-    assert f"checkpoint-3/{name} " in said and words in said and "give --trust-checkpoint if you know" in said
+    assert f"checkpoint-3/{name} " in said and words in said and "use --trust-checkpoint if you trust" in said
     assert not (output.parent / "made").exists()
     assert find_checkpoint(output, trusted=True).name == "checkpoint-3"
     assert find_checkpoint(output, "checkpoint-2").name == "checkpoint-2"
@@ -313,7 +316,7 @@ def test_what_leads_out_of_a_checkpoint_is_refused(
     write_mark(checkpoint, read_mark(checkpoint))
     assert main(["train", "--resume", "--output", str(output)]) == 2
     said = capsys.readouterr().err
-    assert f"checkpoint-3/{names[way]} " in said and "give --trust-checkpoint if you know" in said
+    assert f"checkpoint-3/{names[way]} " in said and "use --trust-checkpoint if you trust" in said
     assert not (output.parent / "made").exists()
     if way == "tag":
         (checkpoint / "global_step3").mkdir(exist_ok=True)
@@ -355,7 +358,7 @@ def test_shards_are_looked_into(tmp_path: Path, monkeypatch: Any):
 def test_code_of_the_model_is_asked_for_again(output: Path):
     path = output / "recipe.yaml"
     path.write_text(path.read_text().replace("trust_remote_code: false", "trust_remote_code: true"))
-    with pytest.raises(UserError, match="does not allow by itself; .* give --trust-remote-code again"):
+    with pytest.raises(UserError, match="which a saved recipe may not do; .* pass --trust-remote-code again"):
         resumed_recipe({}, {"output": str(output)})
     assert resumed_recipe({}, {"output": str(output), "trust_remote_code": True})[0].trust_remote_code
 
@@ -397,7 +400,9 @@ def test_a_hostile_weights_file(hostile: Path, dataset: Path, whole: bool, capsy
         os.truncate(hostile / "pytorch_model.bin", 200)
     values = ["--model", str(hostile), "--dataset", str(dataset), "--output", str(hostile.parent / "out")]
     assert main(["train", *values, "--max-length", "64"]) == 2
-    assert ("could run any code" if whole else "is damaged or cut off") in capsys.readouterr().err.splitlines()[-1]
+    assert ("could run arbitrary code" if whole else "is corrupt or truncated") in capsys.readouterr().err.splitlines()[
+        -1
+    ]
     assert not (hostile / "made").exists()
 
 
@@ -421,7 +426,7 @@ def test_a_hostile_chat_template(
     Path("chat.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
     assert main(["train", "--model", str(hostile), "--dataset", "chat.jsonl", "--max-length", "64"]) == 2
     sentence = capsys.readouterr().err.splitlines()[-1]
-    assert f"cannot be rendered and tokenised: {words}" in sentence
+    assert f"cannot be rendered and tokenized: {words}" in sentence
     assert not Path("made").exists() and not Path("runs").exists()
 
 
@@ -446,7 +451,7 @@ def test_the_lock_of_a_dead_build_is_named(
     words = {"train": [*engine, *data], "verify": engine, "doctor": []}[command]
     assert main([command, *words]) == (0 if command == "doctor" else 2)
     captured = capsys.readouterr()
-    assert f"remove it: rm {lock}\n" in captured.out + captured.err
+    assert f"run: rm {lock}\n" in captured.out + captured.err
 
 
 def test_the_lock_of_a_living_build_is_left(lock: Path):

@@ -80,7 +80,7 @@ def with_code(place: Path, model: Path, what: str) -> Path:
 
 def test_code_of_the_model_is_run_only_when_asked_for(place: Path, model: Path, capsys):
     own = with_code(place, model, "model")
-    assert "runs code of its own; read that code, then allow it" in refused(place, capsys, recipe(place, own))
+    assert "needs its own code; review it" in refused(place, capsys, recipe(place, own))
     assert not (place / "code-was-run").exists()
     assert main(["train", "--recipe", str(place / "recipe.yaml"), "--trust-remote-code", "--output", "out"]) == 0
     assert (place / "code-was-run").exists()
@@ -96,8 +96,8 @@ def test_code_of_the_tokenizer_is_not_run(place: Path, model: Path, capsys):
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"dataset": "/dev/null"}, "holds no rows"),
-        ({"dataset": "../words.jsonl"}, "holds something else than token ids"),
+        ({"dataset": "/dev/null"}, "has no rows"),
+        ({"dataset": "../words.jsonl"}, "has entries that are not token ids"),
         ({"output": "/dev/null"}, "cannot write to output"),
         ({"output": "../rows.jsonl"}, "output '../rows.jsonl' holds"),
         ({"output": "../recipe.yaml"}, "cannot write to output"),
@@ -109,8 +109,8 @@ def test_code_of_the_tokenizer_is_not_run(place: Path, model: Path, capsys):
         ({"rope_scaling": {"rope_type": "yarn", "factor": ".inf"}}, "rope_scaling"),
         ({"rope_scaling": {"rope_type": "no-such", "factor": 2}}, "no-such"),
         ({"attention": "no-such"}, "cannot load the weights"),
-        ({"model_kwargs": {"no_such_argument": 1}}, "no argument of from_pretrained"),
-        ({"lora": {"target_modules": "no-such"}}, "refuses this model, dataset or recipe"),
+        ({"model_kwargs": {"no_such_argument": 1}}, "neither an argument of from_pretrained"),
+        ({"lora": {"target_modules": "no-such"}}, "rejects this model, dataset or recipe"),
         ({"only": ["no-such"]}, "no-such"),
     ],
     ids=str,
@@ -132,7 +132,7 @@ def test_token_ids_that_the_model_does_not_have(place: Path, model: Path, token:
     rows: list[dict[str, Any]] = [{"input_ids": [1, 2, 3]}] * 3 + [{"input_ids": [1, token, 3]}]
     tiny_run.write_jsonl(place / "rows.jsonl", rows)
     sentence = refused(place, capsys, recipe(place, model))
-    assert f"has token id {token}, but the model knows 0 to 256; tokenise it" in sentence
+    assert f"has token id {token}, but the model's vocabulary is 0 to 256; tokenize it" in sentence
 
 
 def test_overwrite_leaves_a_directory_that_is_no_runs_own(place: Path, model: Path, capsys):

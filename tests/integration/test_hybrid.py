@@ -107,7 +107,7 @@ def test_every_technique_gives_the_untiled_gradients(family: str) -> None:
         if settings := settings_of(family, name):
             model = model_of(family)
             report = tiled(model, settings)
-            again = "layers with a state" in str(report) and "their scan runs again" in str(report)
+            again = "layers with a state" in str(report) and "recompute their scan" in str(report)
             assert again == (settings.get("checkpoint") == "attention-saved"), str(report)
             check(model, family, name)
 
@@ -133,7 +133,7 @@ def test_no_adapter_where_a_fused_kernel_would_pass_it_by(family: str, left_out:
     config = lora_config(model, r=4, alpha=None, dropout=0.0, target_modules="all-linear")
     assert config.exclude_modules == (sorted(left_out) if left_out else None)
     said = without_adapters(model, config)
-    assert said is None if left_out is None else f"no adapters on {', '.join(left_out)}: PEFT refuses them" in str(said)
+    assert said is None if left_out is None else f"no adapters on {', '.join(left_out)}: PEFT rejects them" in str(said)
     names = [name for name, part in get_peft_model(model, config).named_modules() if hasattr(part, "lora_A")]
     assert names and (left_out is None) == any(name.endswith("out_proj") for name in names)
 
@@ -157,7 +157,7 @@ def test_attention_runs_head_by_head_and_states_are_named(family: str) -> None:
     attention = [layer for layer in decoder_layers(model) if layer.kind == "attention"]
     assert f"head-wise attention in {len(attention)} of {len(attention)}" in str(report)
     for kind, layers in states_of(model).items():
-        assert f"{len(layers)} layers with a state ({kind}) run whole" in str(report)
+        assert f"{len(layers)} layers with a state ({kind}) run untiled" in str(report)
     check(model, family, "heads")
 
 
@@ -203,7 +203,7 @@ def test_a_model_without_mlps_to_tile_is_planned_whole(tmp_path: Path, capsys: p
     config.save_pretrained(tmp_path)
     asked = ["plan", "--model", str(tmp_path), "--device", "h200", "--max-length", "2048"]
     assert main(asked) == 2
-    assert "leave MLPs whole: blocks='none' (plan: --tile none" in capsys.readouterr().err
+    assert "blocks='none' (plan: --tile none" in capsys.readouterr().err
     assert main([*asked, "--tile", "none"]) == 0
     assert "2 layers with a state (Mamba-2) run in mamba-ssm" in " ".join(capsys.readouterr().out.split())
 
@@ -317,7 +317,7 @@ def test_tiles_with_a_state_are_planned(family: str, caplog: pytest.LogCaptureFi
 @pytest.mark.parametrize("family", ["qwen3_5_text", "bamba", "lfm2_moe"])
 def test_packed_documents_do_not_read_each_others_state(family: str, padding_free: bool) -> None:
     arguments = SimpleNamespace(padding_free=padding_free, packing=True, packing_strategy="bfd")
-    with pytest.raises(UserError, match="would read each other's state"):
+    with pytest.raises(UserError, match="would share state"):
         check_packing(model_of(family), arguments)
     check_packing(model_of(family), SimpleNamespace(padding_free=False, packing=True, packing_strategy="wrapped"))
 
@@ -327,7 +327,7 @@ def test_packing_is_refused_beside_flash_attention_too() -> None:
     model = model_of("qwen3_next")
     vars(model.config)["_attn_implementation_internal"] = "flash_attention_2"
     generator_state = torch.get_rng_state()
-    with pytest.raises(UserError, match="would read each other's state"):
+    with pytest.raises(UserError, match="would share state"):
         check_packing(model, SimpleNamespace(padding_free=True, packing=False))
     assert attention_kind(model) == "flash_attention_2"
     assert torch.equal(torch.get_rng_state(), generator_state)

@@ -122,7 +122,7 @@ def test_killed_before_the_first_checkpoint_was_whole(
     assert [step for step, _ in numbered(output)] == ([2] if writing else [])
     (output / "notes.txt").write_text("mine")
     again = train(resumed_recipe({}, {"output": str(output)})[0], resume=True)
-    assert "nothing of the run" in caplog.text and "starts again from its first step" in caplog.text
+    assert "no checkpoint was saved" in caplog.text and "starting from the first step" in caplog.text
     whole = train(build_recipe(recipe(model, dataset, tmp_path / "whole", save_steps=2), {})[0])
     assert again.losses == whole.losses and (output / "notes.txt").read_text() == "mine"
     assert len(list(output.glob("set-aside-checkpoint-2"))) == writing
@@ -211,7 +211,7 @@ def test_none_whole_is_one_sentence(run: Path, capsys):
     assert main(["train", "--resume", "--output", str(run), "--steps", "6"]) == 2
     status, error = capsys.readouterr().err.splitlines()
     assert status.endswith(" ...") and error.startswith("seqtile: ")
-    for words in ("checkpoint-4: it carries no completeness mark", "checkpoint-2: it", "--from-checkpoint check"):
+    for words in ("checkpoint-4: it has no completeness mark", "checkpoint-2: it", "--from-checkpoint check"):
         assert words in error
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
 
@@ -221,7 +221,7 @@ def test_an_unmarked_checkpoint_can_be_named(run: Path, model: Path, dataset: Pa
     (run / "checkpoint-2" / MARK).unlink()
     ended = killed_run.train(server, values, tmp_path / "log", resume=True, checkpoint="checkpoint-2")
     assert ended.code == 0, ended.said
-    assert "checkpoint-2 carries no completeness mark; every file of it can be read" in ended.said
+    assert "checkpoint-2 has no completeness mark; its files are readable" in ended.said
     assert why_not_whole(run / "checkpoint-4") == ""
     assert (run / "set-aside-checkpoint-4").is_dir()  # whole, but of steps that were done again
 
@@ -231,7 +231,7 @@ def test_a_named_checkpoint_must_be_readable(run: Path, name: str):
     (run / "checkpoint-2" / MARK).unlink()
     path = run / "checkpoint-2" / name
     path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(UserError, match=f"cannot resume from 'checkpoint-2': {name} is cut off or damaged"):
+    with pytest.raises(UserError, match=f"cannot resume from 'checkpoint-2': {name} is truncated or corrupt"):
         find_checkpoint(run, "checkpoint-2")
 
 
@@ -245,13 +245,13 @@ def test_only_a_checkpoint_of_this_run_can_be_named(run: Path, name: str):
 
 def test_a_checkpoint_is_named_only_for_a_resume(capsys):
     assert main(["train", "--from-checkpoint", "checkpoint-2"]) == 2
-    assert "give --resume too" in capsys.readouterr().err
+    assert "needs --resume" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"step": 4, "files": {"a": 3}}', '{"step": 4, "extra": 1}', "\0"])
 def test_a_mark_that_is_none(tmp_path: Path, text: str):
     (tmp_path / MARK).write_text(text)
-    assert why_not_whole(tmp_path) == "its completeness mark cannot be read"
+    assert why_not_whole(tmp_path) == "its completeness mark is unreadable"
 
 
 def test_a_mark_lists_every_file_of_every_rank(tmp_path: Path):
@@ -301,7 +301,7 @@ def test_other_tiles_with_dropout_are_said_to_draw_other_masks(model: Path, data
     train(build_recipe(values, {})[0])
     resume(model, dataset, tmp_path / "out", lora=values["lora"], steps=2, tile=32, save_steps=1)
     assert "other tiles draw other dropout masks" in caplog.text
-    assert "the learning rate's schedule now ends at step 2, before at step 1" in caplog.text
+    assert "now ends at step 2 instead of 1" in caplog.text
 
 
 def test_save_steps_of_the_resumed_run_count(half: Path, model: Path, dataset: Path):
@@ -341,7 +341,7 @@ def test_another_number_of_processes_is_refused_and_other_versions_are_said(
     path = half / "checkpoint-2" / MARK
     mark = json.loads(path.read_text())
     path.write_text(json.dumps(mark | {"processes": 2}))
-    with pytest.raises(UserError, match="was written by 2 processes and this run has 1"):
+    with pytest.raises(UserError, match="was written by 2 processes, this run has 1"):
         resume(model, dataset, half)
     mark["run"]["versions"]["torch"] = "2.0.0"
     path.write_text(json.dumps(mark))
@@ -354,7 +354,7 @@ def test_another_number_of_processes_is_refused_and_other_versions_are_said(
     [
         ("ddp", False, 8, ""),
         ("fsdp2", True, 8, ""),
-        ("ddp", False, 4, "a step had 4 rows and would have 8"),
+        ("ddp", False, 4, "a step would have 8 rows instead of 4"),
         ("fsdp2", True, None, "a step had an unknown number of rows and would have 8"),
         ("fsdp2", False, 8, "was written by 2 processes and this run has 4; --resume continues"),
         ("zero3", True, 8, "was written by 2 processes and this run has 4; --resume continues"),
@@ -446,6 +446,6 @@ def test_a_loss_that_is_no_number_names_step_and_text(model: Path, dataset: Path
     assert re.search(r"stopped at step 2: the loss is (nan|inf)\n  micro-batch 1 of 2, 1 x \d+ tokens, begins:", error)
     shown = re.search(r"^    '(.+)'\.\.\.$", error, re.MULTILINE)
     assert shown and any(row["text"].startswith(shown[1]) for row in tiny_run.text_rows())
-    assert f"the last whole checkpoint is {tmp_path / 'out' / 'checkpoint-1'}" in error
+    assert f"the last complete checkpoint is {tmp_path / 'out' / 'checkpoint-1'}" in error
     assert [step for step, _ in numbered(tmp_path / "out")] == [1]
     assert find_checkpoint(tmp_path / "out").name == "checkpoint-1"

@@ -164,5 +164,5 @@ def test_what_would_be_computed_wrongly_is_refused() -> None:
         assert not openrlhf.log_probs_from_logits(logits, labels - 100).any()  # none of them counts
     deferred = logits_of(HeadInput(hidden, weight))
     deferred[0] = 0.0
-    with pytest.raises(RuntimeError, match="were written to"):
+    with pytest.raises(RuntimeError, match="were modified"):
         deferred.scores(labels)

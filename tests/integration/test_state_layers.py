@@ -98,9 +98,9 @@ def test_every_technique_at_once(family: str) -> None:
 
 
 REASONS = {
-    "mamba": "the recurrent state or its gradient is not handed on",
-    "jamba": "the recurrent state or its gradient is not handed on",
-    "minimax": "asks its cache for get_linear_cache", "recurrent_gemma": "takes no cache",
+    "mamba": "the recurrent state or its gradient is not passed on",
+    "jamba": "the recurrent state or its gradient is not passed on",
+    "minimax": "asks its cache for get_linear_cache", "recurrent_gemma": "accepts no cache",
 }  # fmt: skip
 
 
@@ -131,7 +131,7 @@ def test_a_kernel_that_ignores_the_states_gradient_is_caught(monkeypatch: pytest
         monkeypatch.setattr(qwen, "torch_chunk_gated_delta_rule", broken)
         report = seqtile.apply(model_of("qwen3_5_text"), **SETTINGS)
         assert ": 0 of 1" in report.state
-        assert "the recurrent state or its gradient is not handed on" in report.left[0].why
+        assert "the recurrent state or its gradient is not passed on" in report.left[0].why
 
 
 def test_evaluation_and_generation_are_untouched() -> None:
@@ -294,7 +294,7 @@ def test_a_second_apply_replaces_the_first_and_a_refused_one_does_not() -> None:
 
 @pytest.mark.parametrize("wrong", [1, "big"])
 def test_a_wrong_tile_is_refused(wrong: Any) -> None:
-    with pytest.raises(UserError, match="expected 'auto', a number of tokens per tile from 2, or None"):
+    with pytest.raises(UserError, match="expected 'auto', an int of at least 2, or None"):
         seqtile.apply(model_of("qwen3_5_text"), state=wrong)
 
 

@@ -235,7 +235,7 @@ def test_a_second_signal_stops_at_once():
 def test_resume_refuses_another_run(model: Path, dataset: Path, tmp_path: Path, capsys):
     run(model, dataset, tmp_path / "out", steps=2, learning_rate=2e-5)
     for more, words in [
-        (["--steps", "2"], "has done its 2 steps"),
+        (["--steps", "2"], "has finished its 2 steps"),
         (["--seed", "7"], "cannot change seed"),
         (["--learning-rate", "0.1"], "cannot change learning_rate"),
     ]:
@@ -257,7 +257,7 @@ def test_an_earlier_run_is_replaced_only_when_told(model: Path, dataset: Path, t
     (output / "checkpoint-99").mkdir()
     before = {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
     assert main(arguments(model, dataset, output)) == 2
-    assert "is not empty; give --resume" in capsys.readouterr().err
+    assert "is not empty; use --resume" in capsys.readouterr().err
     assert {path: path.read_bytes() for path in output.rglob("*") if path.is_file()} == before
     assert main(arguments(model, dataset, output, "--overwrite", "--tile", "0")) == 2
     assert {path: path.read_bytes() for path in output.rglob("*") if path.is_file()} == before
@@ -295,7 +295,7 @@ def test_lora_on_experts_is_tiled(dataset: Path, tmp_path: Path):
 
 def test_projections_are_tiled_with_their_adapters(model: Path, dataset: Path, tmp_path: Path):
     outcome = run(model, dataset, tmp_path / "out", steps=1, lora={"r": 2}, blocks="mlp+norm+projections")
-    assert "8 projections in tiles" in str(outcome.tiling) and "adapters were put around" not in str(outcome.tiling)
+    assert "8 projections in tiles" in str(outcome.tiling) and "adapters were added to" not in str(outcome.tiling)
 
 
 KINDS: dict[str, list[dict[str, Any]]] = {

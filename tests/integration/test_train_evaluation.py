@@ -127,11 +127,11 @@ def test_everyday_flags_reach_the_trainer(
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        (["--eval-steps", "5"], "nothing to evaluate on; give --eval-dataset too"),
+        (["--eval-steps", "5"], "without eval_dataset; add --eval-dataset"),
         (["--eval-dataset", "missing.jsonl"], "dataset 'missing.jsonl' does not exist"),
-        (["--eval-dataset", "{rows}", "--eval-steps", "5", "--save-steps", "2"], "no multiple of save_steps 2"),
+        (["--eval-dataset", "{rows}", "--eval-steps", "5", "--save-steps", "2"], "is not a multiple of save_steps 2"),
         (["--packing", "some"], "packing"),
-        (["--report-to", "none,wandbb"], "'wandbb' is not a tracker"),
+        (["--report-to", "none,wandbb"], "got report_to 'wandbb'"),
         (["--lr-scheduler-type", "sideways"], "sideways is not a valid SchedulerType"),
         (["--batch-size", "0"], "batch_size"),
     ],

@@ -25,7 +25,7 @@ def test_a_model_for_pictures_trains_on_text(
     tiny_run.save_llava(tmp_path / "llava")
     rows = tiny_run.write_jsonl(tmp_path / "rows.jsonl", tiny_run.text_rows())
     assert main([*flags(tmp_path / "llava", tmp_path / "out", str(rows)), *lora]) == 0
-    assert "not trained, because rows of text do not reach them: model.vision_tower" in capfd.readouterr().err
+    assert "frozen, because no text reaches them: model.vision_tower" in capfd.readouterr().err
     if lora:
         saved = load_file(tmp_path / "out" / "adapter_model.safetensors")
         assert saved and not any("vision" in name or "projector" in name for name in saved)

@@ -33,7 +33,7 @@ def stream(path: Path, *, skip: bool = False) -> Stream:
 @pytest.mark.parametrize(
     ("rows", "words"),
     [
-        ([GOOD, {"text": None}], "row 2: 'text' is null; fix it, or leave such rows out with --skip-bad-rows"),
+        ([GOOD, {"text": None}], "row 2: 'text' is null; fix it, or skip such rows with --skip-bad-rows"),
         ([GOOD, GOOD, {"text": " "}], "row 3: 'text' is empty; fix it"),
         ([GOOD, {"other": 1}], "row 2: 'text' is null"),
         ([GOOD, '{"text": "a'], "cannot be read"),
@@ -43,7 +43,7 @@ def stream(path: Path, *, skip: bool = False) -> Stream:
         ([{"input_ids": [1, 2], "labels": [1]}], "row 1: 'input_ids' and 'labels' are of two lengths"),
         (
             [{"input_ids": [1, 2]}, {"input_ids": [1, 9]}],
-            "row 2: 'input_ids' holds an id that the model does not know",
+            "row 2: 'input_ids' has an id outside the vocabulary",
         ),
     ],
 )
@@ -68,8 +68,8 @@ def test_bad_rows_are_left_out_and_counted_once(tmp_path: Path):
 
 @pytest.mark.parametrize(
     ("name", "rows", "words"),
-    [("rows.jsonl", [], "holds no rows"), ("rows.jsonl", [{"a": 1}], "has columns a; expected"),
-     ("rows.txt", ["text"], "is whole text files, which are not streamed")],
+    [("rows.jsonl", [], "has no rows"), ("rows.jsonl", [{"a": 1}], "has columns a; expected"),
+     ("rows.txt", ["text"], "which cannot be streamed")],
 )  # fmt: skip
 def test_what_is_known_from_the_start_is_refused_there(tmp_path: Path, name: str, rows: list[Any], words: str):
     with pytest.raises(UserError, match=words):
@@ -90,11 +90,11 @@ def test_files_of_other_kinds_are_streamed(tmp_path: Path):
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({}, "no number of steps, but where a stream ends is not known before; give --steps"),
-        ({"epochs": 2}, "where a stream ends"),
-        ({"steps": 2, "packing": "bfd"}, "by their lengths, which a stream does not know"),
-        ({"steps": 2, "packing": True}, "by their lengths"),
-        ({"steps": 2, "engine": "zero3", "sp_size": 2}, "does not go with sp_size 2"),
+        ({}, "needs a number of steps; add --steps"),
+        ({"epochs": 2}, "needs a number of steps"),
+        ({"steps": 2, "packing": "bfd"}, "which a stream does not provide"),
+        ({"steps": 2, "packing": True}, "needs the length of every row"),
+        ({"steps": 2, "engine": "zero3", "sp_size": 2}, "does not support sp_size 2"),
         ({"steps": 2, "dataset": "demo"}, "demo's is in memory"),
     ],
 )

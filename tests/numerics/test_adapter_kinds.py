@@ -411,7 +411,7 @@ def test_parameters_without_a_gradient_are_named(caplog: pytest.LogCaptureFixtur
     caplog.clear()
     assert seqtile.check_gradients(model) == idle and len(idle) == 8
     (record,) = caplog.records
-    assert record.message.startswith(f"8 of the parameters inside tiled blocks train and have no gradient: {idle[0]}, ")
+    assert record.message.startswith(f"8 trainable parameters inside tiled blocks have no gradient: {idle[0]}, ")
     assert f"{idle[4]} and 3 more; " in record.message
 
 

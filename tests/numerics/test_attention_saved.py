@@ -112,7 +112,7 @@ def test_layers_whose_heads_differ_count_as_the_widest() -> None:
 def test_what_is_kept_is_reported(offload: bool) -> None:
     model = causal_lm("llama", use_cache=False, attn_implementation="sdpa")
     report = seqtile.apply(model, blocks="none", checkpoint="attention-saved", offload=offload)
-    assert "attention's output kept" in str(report) and model.is_gradient_checkpointing
+    assert "attention's output saved, not recomputed" in str(report) and model.is_gradient_checkpointing
     assert ("on the host" in str(report)) == offload
     ids = tokens(BATCH, LENGTH)
     loss = model(input_ids=ids, labels=ids).loss
@@ -171,9 +171,9 @@ def test_trls_own_key_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_cannot_keep_attention_is_refused() -> None:
-    with pytest.raises(seqtile.UserError, match="load it with attn_implementation='sdpa'"):
+    with pytest.raises(seqtile.UserError, match="load the model with attn_implementation='sdpa'"):
         seqtile.apply(causal_lm("llama", attn_implementation="eager"), blocks="none", checkpoint="attention-saved")
-    with pytest.raises(seqtile.UserError, match="needs the non-reentrant"):
+    with pytest.raises(seqtile.UserError, match="needs non-reentrant"):
         model_with(reentrant=True, checkpoint="attention-saved")
 
 
@@ -181,7 +181,7 @@ def test_what_is_refused_last_leaves_the_model_as_it_was() -> None:
     model = model_with(reentrant=True)
     seqtile.apply(model, tile=8, loss="tiled", loss_tile=4)
     standing = {name: dict(module.__dict__) for name, module in model.named_modules()}
-    with pytest.raises(seqtile.UserError, match="needs the non-reentrant"):
+    with pytest.raises(seqtile.UserError, match="needs non-reentrant"):
         seqtile.apply(model, tile=5, loss="tiled", loss_tile=3, checkpoint="attention-saved")
     for name, module in model.named_modules():
         assert {key: module.__dict__.get(key) for key in ("forward", "_seqtile_loss", "_seqtile_checkpointing")} == {

@@ -147,13 +147,13 @@ def no_compiler(*buffers: Tensor) -> None:
 
 CALL = "pointwise kernels run eagerly for this call: "
 REASONS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], str]] = {
-    "mode": (Others, f"{CALL}torch.compile does not run under the dispatch mode Others"),
+    "mode": (Others, f"{CALL}torch.compile does not support the dispatch mode Others"),
     "switched off": (
-        lambda: torch._dynamo.config.patch(disable=True), f"{CALL}torch.compile is switched off or has skipped them"
+        lambda: torch._dynamo.config.patch(disable=True), f"{CALL}torch.compile is disabled or skipped them"
     ),
     "limit": (
         lambda: torch._dynamo.config.patch(recompile_limit=0),
-        f"{CALL}torch.compile has reached its limit of recompiled variants",
+        f"{CALL}torch.compile reached its recompilation limit",
     ),
     "memory": (lambda: compiler(out_of_memory), f"{CALL}out of memory for a kernel"),
     "no compiler": (

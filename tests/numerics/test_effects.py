@@ -383,7 +383,7 @@ def test_a_trainer_that_takes_the_labels_away(
     before, warned = report.notes, said(caplog)
     trained(model, tmp_path, **settings)
     [note] = set(report.notes) - set(before)
-    assert "loss='tiled' was not used" in note and "without labels" in note
+    assert "loss='tiled' had no effect" in note and "without labels" in note
     assert warned() == [note]
 
 
@@ -391,9 +391,9 @@ def test_a_loss_that_is_used_later_is_reported_as_it_is() -> None:
     model = small()
     report = seqtile.apply(model, blocks="none", loss="tiled")
     model(input_ids=tokens(1, 8)).logits.sum().backward()
-    assert any("was not used" in note for note in report.notes)
+    assert any("had no effect" in note for note in report.notes)
     step(model, text())
-    assert not any("was not used" in note for note in report.notes)
+    assert not any("had no effect" in note for note in report.notes)
 
 
 @pytest.mark.parametrize(
@@ -401,7 +401,7 @@ def test_a_loss_that_is_used_later_is_reported_as_it_is() -> None:
     [
         (lambda model: model.gradient_checkpointing_disable(), "did nothing"),
         (lambda model: [setattr(one, "gradient_checkpointing", False) for one in model.model.layers], "did nothing"),
-        (lambda model: setattr(standing_checkpointing(model)[0].host, "budget", 8), "parked nothing"),
+        (lambda model: setattr(standing_checkpointing(model)[0].host, "budget", 8), "moved nothing"),
     ],
     ids=["switched off", "by layer", "no room"],
 )
@@ -443,7 +443,7 @@ def test_several_models() -> None:
     both = Distilled(small())
     settings: dict[str, Any] = dict(blocks="none", loss="tiled", offload=True)
     report = seqtile.apply(both, **settings)
-    assert "teacher left alone" in report.loss and "teacher left alone" in report.checkpointing
+    assert "teacher not changed" in report.loss and "teacher not changed" in report.checkpointing
     assert not both.teacher.is_gradient_checkpointing and both.policy.is_gradient_checkpointing
     seqtile.undo(both)
     both.policy.requires_grad_(False)
@@ -470,7 +470,7 @@ def test_a_state_that_cannot_be_tiled(caplog: pytest.LogCaptureFixture) -> None:
         seqtile.apply(small(), state=8)
     seqtile.apply(small(), state="auto")
     if "qwen3_5_text" not in CONFIG_MAPPING:
-        pytest.skip("transformers has no qwen3_5_text")
+        pytest.skip("of the installed transformers does not support activation")
     model = causal_lm("qwen3_5_text", use_cache=False)
     mixer = model.model.layers[0].linear_attn
     kind = type(mixer)
@@ -490,7 +490,7 @@ def test_a_state_that_cannot_be_tiled(caplog: pytest.LogCaptureFixture) -> None:
     mixer.__class__, model.model.layers[0].__class__ = Renamed, Layer
     warned = said(caplog)
     report = seqtile.apply(model, blocks="none", state=8)
-    assert ": 0 of 1" in report.state and "takes no cache" in str(report)
+    assert ": 0 of 1" in report.state and "accepts no cache" in str(report)
     assert [one for one in warned() if "0 of 1" in one]
 
 

@@ -278,7 +278,7 @@ def test_more_than_two_billion_logits() -> None:
     ("change", "words"),
     [
         ({"reduction": "average"}, "expected one of"),
-        ({"num_items": 3, "reduction": "sum"}, "num_items goes with"),
+        ({"num_items": 3, "reduction": "sum"}, "num_items needs"),
         ({"num_items": float("nan")}, "expected a number of tokens"),
         ({"num_items": torch.ones(3)}, "num_items has shape"),
         ({"label_smoothing": 1.5}, "share from"),
@@ -288,7 +288,7 @@ def test_more_than_two_billion_logits() -> None:
         ({"class_weights": torch.ones(3)}, r"class_weights have shape \(3,\), expected \(19,\)"),
         ({"class_weights": torch.ones(19, requires_grad=True)}, "class_weights need a gradient"),
         ({"labels": torch.zeros(3, dtype=torch.long)}, "one per token"),
-        ({"labels": torch.full((37,), VOCABULARY)}, "labels from 19 to 19"),
+        ({"labels": torch.full((37,), VOCABULARY)}, "labels range from 19 to 19"),
         ({"bias": torch.zeros(3)}, "bias has shape"),
         ({"weight": torch.zeros(19, 3)}, "do not fit"),
         ({"weight": torch.zeros(19, 8).to(torch.int8)}, "expected a floating-point one"),

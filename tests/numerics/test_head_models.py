@@ -380,7 +380,7 @@ def test_a_loss_function_of_the_users_own(caplog: pytest.LogCaptureFixture) -> N
     ("settings", "words"),
     [
         ({"loss": "fused"}, "expected 'tiled'"),
-        ({"loss_tile": 64}, "give both or neither"),
+        ({"loss_tile": 64}, "needs loss 'tiled'"),
         ({"blocks": "none"}, "leaves nothing to do"),
         ({"blocks": "none", "loss": "tiled", "tile": 64}, "would be ignored"),
         ({"loss": "tiled", "loss_tile": "many"}, "not a tile rule"),

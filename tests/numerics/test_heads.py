@@ -226,7 +226,7 @@ def test_a_second_backward_and_a_second_derivative() -> None:
     loss.backward()
     assert_same_gradients({name: p.grad for name, p in model.named_parameters()}, expected)
     loss = model(input_ids=ids, labels=ids).loss
-    with pytest.raises(NotImplementedError, match="first derivatives only"):
+    with pytest.raises(NotImplementedError, match="does not support double backward"):
         torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
 
 
@@ -311,9 +311,9 @@ def test_a_hook_sees_what_it_would_untiled(part: str, blocks: str) -> None:
 
 def test_models_of_another_form_are_named() -> None:
     for architecture, why in (("phi3", "projections are"), ("olmo2", "some of its heads")):
-        with pytest.raises(seqtile.UserError, match=f"finds no attention.*{why}"):
+        with pytest.raises(seqtile.UserError, match=f"no attention in.*{why}"):
             seqtile.apply(model_with(architecture), heads=1)
-    with pytest.raises(seqtile.UserError, match="from 1, or None"):
+    with pytest.raises(seqtile.UserError, match="at least 1, or None"):
         seqtile.apply(model_with("llama"), heads=0)
 
 

@@ -104,10 +104,10 @@ def test_refusals(change: dict[str, Any], words: str) -> None:
         (torch.tensor([0.0, 4.0]), "expected int32 or int64"),
         (torch.tensor([[0, 2, 4]]), "expected int32 or int64"),
         (torch.tensor([0]), "expected int32 or int64"),
-        (torch.tensor([0, 3, 2, 4]), r"cu_seqlens are \[0, 3, 2, 4\], expected ascending places from 0 to 4"),
-        (torch.tensor([0, 2, 9]), "expected ascending places from 0 to 4"),
-        (torch.tensor([0, 2, 3]), "every token that counts lies"),
-        (torch.tensor([1, 2, 4]), "every token that counts lies"),
+        (torch.tensor([0, 3, 2, 4]), r"cu_seqlens are \[0, 3, 2, 4\], expected ascending offsets from 0 to 4"),
+        (torch.tensor([0, 2, 9]), "expected ascending offsets from 0 to 4"),
+        (torch.tensor([0, 2, 3]), "cover every token of the loss"),
+        (torch.tensor([1, 2, 4]), "cover every token of the loss"),
     ],
 )
 def test_places_that_are_none_are_refused(cu_seqlens: Any, words: str) -> None:

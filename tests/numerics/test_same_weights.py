@@ -61,7 +61,7 @@ def test_other_frozen_weights() -> None:
     model.block.up.requires_grad_(False)
     other = {"block.up.weight": torch.randn_like(model.block.up.weight)}
     output = functional_call(model, other, (random(10, HIDDEN),))
-    with pytest.raises(RuntimeError, match="'up.weight' is another tensor in backward"):
+    with pytest.raises(RuntimeError, match="'up.weight' is a different tensor in backward"):
         output.sum().backward()
 
 
@@ -80,7 +80,7 @@ def frozen(model: Gated) -> None:
 
 
 CHANGES = {
-    replaced: "'up.weight' is another tensor",
+    replaced: "'up.weight' is a different tensor",
     stepped: "'gate.weight' was modified in place",
     frozen: "has no trainable weight 'up.bias'",
 }

@@ -193,4 +193,4 @@ def test_a_scan_that_ignores_the_gradient_of_its_last_state_is_refused(
     assert (": 0 of " not in report.state) == differentiates, report.left
     if differentiates:
         return
-    assert all("the recurrent state or its gradient is not handed on" in one.why for one in report.left)
+    assert all("the recurrent state or its gradient is not passed on" in one.why for one in report.left)

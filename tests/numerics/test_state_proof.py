@@ -109,7 +109,7 @@ def test_each_state_that_is_lost_is_seen(kind: str, family: str, dtype: torch.dt
         for how in LOSSES:
             lose(mixer, state, how)
             why = why_not(mixer, dtype)
-            assert f"the {state} state or its gradient is not handed on" in why, (how, why)
+            assert f"the {state} state or its gradient is not passed on" in why, (how, why)
             mixer.__class__ = own
 
 
@@ -129,7 +129,7 @@ def test_a_layer_that_loses_a_state_stays_whole() -> None:
     report = seqtile.apply(model, blocks="none", state=16)
     assert ": 0 of 1" in report.state
     [left] = [one for one in report.left if one.name == carrier.mixer]
-    assert left.why == "the recurrent state or its gradient is not handed on"
+    assert left.why == "the recurrent state or its gradient is not passed on"
 
 
 def test_a_trial_that_fails_at_the_first_call_reaches_the_report() -> None:
@@ -141,7 +141,7 @@ def test_a_trial_that_fails_at_the_first_call_reaches_the_report() -> None:
     ids = torch.arange(5, 45)[None]
     with torch.autocast("cpu", torch.bfloat16):
         model(ids, labels=ids, use_cache=False).loss.backward()
-    assert any("the recurrent state or its gradient is not handed on" in note for note in report.notes)
+    assert any("the recurrent state or its gradient is not passed on" in note for note in report.notes)
     assert carrier.layer in report.notes[0] and report.notes[0] in str(report)
 
 
@@ -160,7 +160,7 @@ def test_the_report_says_why_a_mixer_alone_runs_in_tiles() -> None:
     report = seqtile.apply(model, blocks="none", state=16)
     assert "1 of 1 (1 of Mamba-2, the mixers alone)" in report.state
     [left] = report.left
-    assert left.name == carrier_of(model).layer and left.why.startswith("its mixer alone runs in tiles: after three")
+    assert left.name == carrier_of(model).layer and left.why.startswith("only its mixer runs in tiles: after three")
 
 
 def test_a_trial_leaves_nothing_behind() -> None:

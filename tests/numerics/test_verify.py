@@ -158,7 +158,7 @@ def twice_in_float64(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     [
         (fails_in_float64, None, "no truth in float64 (no kernel)"),
         (noisy, None, "the model draws random numbers even with dropout off"),
-        (twice_in_float64, "float64", "the untiled run is itself 50% off the truth"),
+        (twice_in_float64, "float64", "the untiled run itself is off by 50%"),
     ],
 )
 def test_what_is_wrong_with_the_truth_is_said(loss_of: Callable[..., Tensor], reference: str | None, note: str) -> None:
@@ -331,7 +331,7 @@ def test_a_batch_that_runs_in_one_tile_is_no_proof(tile: int | None) -> None:
     assert result.tiled.units == (9.0 if tile is None else 11.0)  # "auto" left so short a batch untiled
     assert not result.ok and result.ran.cut == 0
     words = f"left untiled: batches of up to 100 tokens fit one tile (tile={tile or 'auto'})"
-    assert str(result).startswith("NOT VERIFIED") and f"nothing was tested: the blocks were {words}" in str(result)
+    assert str(result).startswith("NOT VERIFIED") and f"nothing was compared: blocks were {words}" in str(result)
 
 
 def test_tiles_are_counted_where_they_run() -> None:
@@ -361,7 +361,9 @@ def test_dropout_is_off_and_said_and_on_again_afterwards(
     result = verify(model, tokens(), tile=16)
     assert result.ok, str(result)
     (note,) = result.notes
-    assert note.startswith(f"dropout ({places} places) was off in these runs; with it on, the tiles were compared with")
+    assert note.startswith(
+        f"dropout ({places} places) was off in this comparison; with it on, tiles were compared with"
+    )
     assert {one.name for one in result.with_dropout} == {one.name for one in result.parameters}
     assert max(one.l2 for one in result.with_dropout) < 1e-5
     assert [dict(vars(module)) for module in model.modules()] == before
@@ -370,7 +372,7 @@ def test_dropout_is_off_and_said_and_on_again_afterwards(
 def test_products_that_cannot_be_told_apart_are_not_guessed() -> None:
     result = verify(zoo.causal_lm("llama", vocab_size=zoo.INTERMEDIATE), tokens(), tile=16)
     assert result.untiled.units is result.tiled.units is None
-    assert len(result.notes) == 1 and result.notes[0].startswith("units per block are not given: a 32 x 88 weight")
+    assert len(result.notes) == 1 and result.notes[0].startswith("no units per block: a 32 x 88 weight")
     assert result.tiled.flops > result.untiled.flops
 
 
@@ -486,8 +488,8 @@ def steps_inside(model: nn.Module) -> Any:
 @pytest.mark.parametrize(
     ("spoil", "words", "message"),
     [
-        (no_weights, {}, "has no parameter that trains"),
-        (steps_inside, {}, "has a hook that acts on its gradient"),
+        (no_weights, {}, "has no trainable parameter"),
+        (steps_inside, {}, "has a gradient hook"),
         (lambda model: model.to("meta"), {}, "is on the meta device"),
         (lambda model: None, {"reference": "fp64"}, "reference='fp64' is not a reference"),
         (lambda model: None, {"tile": 0}, "tile=0"),
@@ -572,7 +574,7 @@ def test_a_wrong_dropout_mask_is_named(
     assert ".mlp." in result.worst.name and "lora" in result.worst.name
     assert all(one.score <= 1 for one in result.parameters)  # nothing else shows it
     assert str(result).startswith(f"GRADIENTS DIFFER: {result.worst.name}: relative difference ")
-    assert " times what is allowed with dropout on" in str(result)
+    assert " times the tolerance with dropout on" in str(result)
 
 
 def test_tiles_that_draw_in_another_order_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -582,4 +584,4 @@ def test_tiles_that_draw_in_another_order_are_said(monkeypatch: pytest.MonkeyPat
     plant(monkeypatch, lambda _: Patched(plain_autograd, "_drop_by_tile", other))
     result = verify(adapted(lora_dropout=0.5), tokens(), tile=16)
     assert result.ok and result.with_dropout == ()
-    assert result.notes[-1].endswith("so there is nothing to compare with")
+    assert result.notes[-1].endswith("which cannot be compared")

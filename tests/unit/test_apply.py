@@ -307,7 +307,7 @@ def test_a_reentrant_checkpoint_is_exact_and_the_report_says_what_it_costs() -> 
     assert_same_gradients(got, expected)
     assert "reentrant activation checkpointing" in str(report) and "14 GEMM units" in str(report)
     with torch.utils.checkpoint.set_checkpoint_early_stop(False):
-        assert "early stop of activation checkpointing is switched off" in str(report)
+        assert "early stop of activation checkpointing is off" in str(report)
     assert "early stop" not in str(report)
 
 
@@ -371,7 +371,7 @@ def test_a_wrong_setting_changes_nothing(settings: dict, message: str) -> None:
 
 def test_fused_is_refused_where_it_does_not_apply() -> None:
     model = causal_lm("mixtral")
-    with pytest.raises(seqtile.UserError, match="path='fused' does not apply to model.layers.0.mlp.experts"):
+    with pytest.raises(seqtile.UserError, match="path='fused' does not support model.layers.0.mlp.experts"):
         seqtile.apply(model, path="fused")
     assert _tiled(model) == 0
 
@@ -403,19 +403,19 @@ def test_a_hook_of_a_trusted_block_moves_it_to_the_generic_operator(caplog: pyte
             _, got = gradients(model, ids)
         assert_same_gradients(got, expected)
         assert rows[:6] == [5, 5, 4, 4, 4, 4]
-    told = [r.message for r in caplog.records if "now runs the generic operator: gate_proj has hooks" in r.message]
+    told = [r.message for r in caplog.records if "switched to the generic operator: gate_proj has hooks" in r.message]
     assert len(told) == 1 and "untiled" not in caplog.text
 
 
 def test_keep_is_told_with_what_it_is(caplog: pytest.LogCaptureFixture) -> None:
     model, ids = causal_lm("llama", torch.float64), tokens()
     _, expected = gradients(model, ids)
-    assert "gate and up kept: 0.5" in str(seqtile.apply(model, tile=5, keep=0.5))
+    assert "gate and up saved: 0.5" in str(seqtile.apply(model, tile=5, keep=0.5))
     _, got = gradients(model, ids)
     assert_same_gradients(got, expected)
     assert "memory:2,147,483,648 bytes per block" in str(seqtile.apply(model, tile=5, keep="memory:4GiB"))
     assert "auto:0 bytes per block" in str(seqtile.apply(model, tile=5, keep="auto"))
-    assert "not by 2 blocks" in str(seqtile.apply(model, tile=5, keep=1.0, path="generic"))
+    assert "except 2 blocks" in str(seqtile.apply(model, tile=5, keep=1.0, path="generic"))
 
 
 def test_a_failed_second_apply_leaves_the_first() -> None:
@@ -479,8 +479,10 @@ def test_only_the_first_rank_speaks(
 
 def test_heads_wider_than_a_flash_kernel_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     model = causal_lm("qwen3", head_dim=512)
-    assert any("heads of 512" in note and "[tokens, tokens]" in note for note in notes_of(model, True, monkeypatch))
-    assert any("heads of 512" in note and "repeats keys" in note for note in notes_of(model, False, monkeypatch))
+    assert any(
+        "heads of size 512" in note and "[tokens, tokens]" in note for note in notes_of(model, True, monkeypatch)
+    )
+    assert any("heads of size 512" in note and "repeats keys" in note for note in notes_of(model, False, monkeypatch))
     assert not any("flash kernels" in note for note in notes_of(causal_lm("qwen3"), True, monkeypatch))
 
 

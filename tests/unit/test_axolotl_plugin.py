@@ -58,7 +58,7 @@ def test_tiled_mlp_means_ours(ours: Any, caplog: pytest.LogCaptureFixture) -> No
 def test_a_length_chooses_the_settings(ours: Any, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "axolotl.seqtile"):
         _, model = load({"seqtile": {"max_length": 64}}, ours.SeqtilePlugin(), adapt=with_lora)
-    assert "loss of LlamaForCausalLM tiled" in caplog.text and "rows of 64 tokens on this host" in caplog.text
+    assert "loss of LlamaForCausalLM tiled" in caplog.text and "64 tokens per sequence on this host" in caplog.text
     assert model(input_ids=(ids := torch.zeros(1, 64, dtype=torch.long)), labels=ids).logits is None
 
 
@@ -130,28 +130,28 @@ REFUSED = [
     ({"tiled_mlp_use_original_mlp": False, "liger_glu_activation": True}, "liger_glu_activation"),
     ({"tiled_mlp_use_original_mlp": False, "lora_mlp_kernel": True}, "lora_mlp_kernel"),
     ({"tiled_mlp_use_original_mlp": False, "use_scattermoe": True}, "use_scattermoe"),
-    ({"tiled_mlp_use_original_mlp": False, "seqtile": {"path": "generic"}}, "seqtile.path: generic"),
-    ({"tiled_mlp": True, "tiled_mlp_num_shards": 4, "seqtile": {"tile": 512}}, "both say how long a tile is"),
+    ({"tiled_mlp_use_original_mlp": False, "seqtile": {"path": "generic"}}, "seqtile.path is generic"),
+    ({"tiled_mlp": True, "tiled_mlp_num_shards": 4, "seqtile": {"tile": 512}}, "both set the tile size"),
     ({"tiled_mlp": True, "tiled_mlp_num_shards": 0}, "shards:0"),
     ({"tiled_mlp": True, "seqtile": {"blocks": "none", "loss": "tiled"}}, "contradict each other"),
     ({"tiled_mlp": False, "seqtile": {"tile": 512}}, "tile would be ignored"),
-    ({"seqtile": {"tyle": 512}}, "'tyle' is no key; did you mean tile? The keys are tile, "),
+    ({"seqtile": {"tyle": 512}}, "'tyle'; did you mean tile? Keys: tile, "),
     ({"seqtile": {"tile": "half"}}, "half"),
     ({"seqtile": {"keep": 2.0}}, "keep"),
     ({"seqtile": {"heads": 0}}, "heads"),
-    ({"seqtile": {"loss_tile": 512}}, "nothing heeds loss_tile"),
+    ({"seqtile": {"loss_tile": 512}}, "loss_tile needs loss 'tiled'"),
     ({"seqtile": {"loss": "tiled"}, "cut_cross_entropy": True}, "both compute the loss"),
     ({"seqtile": {"loss": "tiled"}, "chunked_cross_entropy": True}, "both compute the loss"),
     ({"seqtile": {"offload": True}, "activation_offloading": "legacy"}, "activation_offloading"),
     ({"seqtile": {"offload": True}, "gradient_checkpointing": "offload"}, "gradient_checkpointing: offload"),
     ({"seqtile": {"checkpoint": "layer"}, "fsdp_config": {"activation_checkpointing": True}}, "fsdp_config"),
-    ({"sequence_parallel_degree": 4, "context_parallel_size": 8}, "names of one number"),
-    ({"context_parallel": {"size": 4}, "context_parallel_size": 8}, "context_parallel.size: 4 are names"),
+    ({"sequence_parallel_degree": 4, "context_parallel_size": 8}, "set the same number"),
+    ({"context_parallel": {"size": 4}, "context_parallel_size": 8}, "context_parallel.size: 4 set"),
     ({"seqtile": {"max_length": 64}, "cut_cross_entropy": True}, "both compute the loss"),
-    ({"seqtile": {"max_length": 64}, "context_parallel_size": 8}, "plans a supervised step on whole rows"),
-    ({"selective_checkpointing": {"save_matmul_min_k": 64}}, "save_matmul_min_k: 64 keeps the products"),
-    ({"selective_checkpointing": {"save": ["attention", "aten::mm"]}}, "save: aten::mm keeps the products"),
-    ({"selective_checkpointing": {"save_modules": ["o_proj", "mlp.down_proj"]}}, "save_modules: mlp.down_proj keeps"),
+    ({"seqtile": {"max_length": 64}, "context_parallel_size": 8}, "plans a supervised step on unpacked"),
+    ({"selective_checkpointing": {"save_matmul_min_k": 64}}, "save_matmul_min_k: 64 saves the products"),
+    ({"selective_checkpointing": {"save": ["attention", "aten::mm"]}}, "save: aten::mm saves the products"),
+    ({"selective_checkpointing": {"save_modules": ["o_proj", "mlp.down_proj"]}}, "save_modules: mlp.down_proj saves"),
 ]
 
 
@@ -204,7 +204,7 @@ def test_selective_checkpoints_may_keep_products_of_untiled_mlps(ours: Any) -> N
 
 def test_axolotls_own_patch_that_ran_all_the_same_is_refused(ours: Any) -> None:
     standin.patch_tiled_mlp()
-    with pytest.raises(seqtile.UserError, match="axolotl's own tiled MLP runs LlamaMLP already"):
+    with pytest.raises(seqtile.UserError, match="axolotl's own tiled MLP already runs LlamaMLP"):
         load({"tiled_mlp": True}, ours.SeqtilePlugin())
 
 

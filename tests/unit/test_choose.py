@@ -204,8 +204,8 @@ def test_train_fit_says_why_saves_what_it_chose_and_a_resume_does_not_choose_aga
              "--steps", "1", "--output", str(folder / "out"), "--fit-memory", "1.5GiB"]  # fmt: skip
     assert main(words) == 0
     errors = capfd.readouterr().err
-    assert "fit: rows of 64 tokens on the memory given with 1.50 GiB: 0.75 GiB expected, 1.2" in errors
-    for line in ("fit: tile auto: tiles of this size would not lower the peak", "fit: checkpoint none: nothing is comp",
+    assert "fit: 64 tokens per sequence on the memory given with 1.50 GiB: 0.75 GiB expected, 1.2" in errors
+    for line in ("fit: tile auto: smaller tiles would not lower the peak", "fit: checkpoint none: nothing is comp",
                  "fit: offload false: not needed", "fit: loss_tile 64: the rule of auto"):  # fmt: skip
         assert line in errors, errors
     saved = read_recipe(folder / "out" / "recipe.yaml")
@@ -213,16 +213,14 @@ def test_train_fit_says_why_saves_what_it_chose_and_a_resume_does_not_choose_aga
     assert chosen == {"fit": False, "tile": "auto", "checkpoint": "none",
                       "loss_tile": 64, "keep": 0.0}  # fmt: skip
     resumed, notes = resumed_recipe({}, {"output": str(folder / "out"), "fit": True, "steps": 2})
-    assert not resumed.fit and notes == [
-        "fit chooses for a new run; --resume goes on with the settings that this one has"
-    ]
+    assert not resumed.fit and notes == ["fit applies to new runs; --resume keeps the settings of this one"]
     assert not resumed.recomputes
 
 
 def test_train_fit_of_a_hybrid_model_runs_its_state_in_tiles(folder: Path, tmp_path: Path, capfd: Any):
     """Gated DeltaNet and attention: the plan runs, the choice trains, and the saved recipe holds it."""
     if "qwen3_5_text" not in CONFIG_MAPPING:
-        pytest.skip("transformers has no qwen3_5_text")
+        pytest.skip("of the installed transformers does not support activation")
     model = tmp_path / "model"
     config = tiny_config("qwen3_5_text")
     config.vocab_size, config.max_position_embeddings = tiny_run.save_tokenizer(model), 4096
@@ -231,8 +229,8 @@ def test_train_fit_of_a_hybrid_model_runs_its_state_in_tiles(folder: Path, tmp_p
              "1", "--output", str(tmp_path / "out"), "--fit-memory", "1.5GiB"]  # fmt: skip
     assert main(words) == 0
     errors = capfd.readouterr().err
-    for line in ("fit: rows of 64 tokens on the memory given with 1.50 GiB: ", "fit: checkpoint none: ",
-                 "fit: state auto: layers with a state hold one tile at a time",
+    for line in ("fit: 64 tokens per sequence on the memory given with 1.50 GiB: ", "fit: checkpoint none: ",
+                 "fit: state auto: layers with a state run one tile at a time",
                  "layers with a state in tiles of about 2,048 tokens: 1 of 1"):  # fmt: skip
         assert line in errors, errors
     saved = read_recipe(tmp_path / "out" / "recipe.yaml")
@@ -248,13 +246,13 @@ def test_fit_refuses_before_anything_is_written(folder: Path, capsys: Any):
              "--output", str(folder / "none")]  # fmt: skip
     (other := folder / "recipe.yaml").write_text("trainer: {save_only_model: true}")
     for more, said in (
-        (["--fit-memory", "300MiB"], "do not fit the memory given by the plan, with the tightest settings: 0."),
+        (["--fit-memory", "300MiB"], "do not fit on the memory given even with the tightest settings: 0."),
         (["--fit-memory", "much"], "got fit 'much', expected true, false or each device's memory"),
         (["--on-oom", "pray"], "recipe key 'on_oom': got 'pray'; input should be 'stop' or 'retry'"),
-        (["--on-oom", "retry", "--tiled-mlp", "false"], "on_oom 'retry' goes on with smaller tiles, but the recipe"),
+        (["--on-oom", "retry", "--tiled-mlp", "false"], "on_oom 'retry' lowers the tile size"),
         (
             ["--on-oom", "retry", "--recipe", str(other)],
-            "on_oom 'retry' does not go with",
+            "on_oom 'retry' does not support",
         ),
     ):
         assert main([*words, *more]) == (1 if "do not fit" in said else 2)
@@ -280,13 +278,13 @@ def test_the_length_alone_chooses_where_there_is_an_accelerator(folder: Path, mo
     for error in (UserError, RunError, KeyError):
 
         def nothing(recipe: Recipe, nodes: int, error: type[Exception] = error) -> Any:
-            raise error("no plan knows this")
+            raise error("supports no other quantization")
 
         told.clear()
         monkeypatch.setattr(fits, "fit_recipe", nothing)
         assert run.fitted(plain, None, told.append) == plain.model_copy(update={"fit": False})
-        assert len(told) == 1 and told[0].startswith("fit: nothing was chosen, and the settings stay as they are: ")
-        with pytest.raises(error, match="no plan knows this"):
+        assert len(told) == 1 and told[0].startswith("fit: settings are unchanged: ")
+        with pytest.raises(error, match="supports no other quantization"):
             run.fitted(recipe_of(folder, fit=True), None, told.append)
 
 
@@ -302,7 +300,7 @@ def test_a_plan_is_asked_what_the_run_does(folder: Path):
     kept = kept.options
     assert (kept.keep, kept.tile, kept.checkpoint) == (0.5, "shards:2", "attention-saved")
     eight_bit = {"model_kwargs": {"quantization_config": {"load_in_8bit": True}}}
-    for odd, said in (({"optimizer": "lomo"}, "optimiser 'lomo'"), (eight_bit, "quantization_config")):
+    for odd, said in (({"optimizer": "lomo"}, "optimizer 'lomo'"), (eight_bit, "other quantization")):
         with pytest.raises(UserError, match=said):
             fits.request_of(recipe_of(folder, **odd), GIB)
 
@@ -321,7 +319,7 @@ def test_the_choice_is_made_once_before_the_processes_start(
              "--output", str(tmp_path / "out"), "--engine", "ddp", "--nproc", "2", "--fit-memory", "4GiB"]  # fmt: skip
     assert main(words) == 0
     assert [(one["fit"], one["checkpoint"], one["loss_tile"]) for one in read] == [(False, "none", 64)]
-    assert "fit: rows of 64 tokens on 2 x the memory given with 4.00 GiB" in capfd.readouterr().err
+    assert "fit: 64 tokens per sequence on 2 x the memory given with 4.00 GiB" in capfd.readouterr().err
 
 
 def test_a_launcher_of_the_users_own_cannot_start_ranks_again(
@@ -331,4 +329,4 @@ def test_a_launcher_of_the_users_own_cannot_start_ranks_again(
         monkeypatch.setenv(name, value)
     words = ["--model", str(folder / "model"), "--dataset", str(folder / "rows.jsonl"), "--output", "out"]
     assert main(["train", *words, "--engine", "ddp", "--on-oom", "retry"]) == 2
-    assert "start them with seqtile train --engine ddp, or drop it" in capsys.readouterr().err
+    assert "use seqtile train --engine ddp, or drop it" in capsys.readouterr().err

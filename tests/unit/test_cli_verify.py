@@ -128,7 +128,7 @@ def test_a_planted_fault_ends_with_1_and_a_name(
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--tokens", "129"], "beyond the 128 positions"),
+        (["--tokens", "129"], "the 128 positions"),
         (["--tokens", "1"], "got --tokens 1, expected at least 2"),
         (["--tile", "100"], "nothing to verify"),
         (["--tile", "auto"], "nothing to verify"),
@@ -140,7 +140,7 @@ def test_a_planted_fault_ends_with_1_and_a_name(
         (["--engine", "fsdp2", "--nproc", "1"], "at least 2 processes"),
         (["--model", "missing/"], "neither a local path nor"),
         (["--model", "./missing"], "does not exist"),
-        (["--model", __file__], "holds no config.json"),
+        (["--model", __file__], "has no config.json"),
     ],
 )
 def test_bad_input_ends_with_2(config: Path, flags: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -172,7 +172,7 @@ def test_no_column_is_cut(config: Path, capsys: pytest.CaptureFixture[str], monk
 def test_a_config_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "t5"}')
     assert verify(tmp_path) == 2
-    assert "is no causal language model" in capsys.readouterr().err
+    assert "is not a causal language model" in capsys.readouterr().err
     for text, reason in (("{", "JSON"), ('{"model_type": "llama", "hidden_size": "x"}', "'hidden_size' expected int")):
         (tmp_path / "config.json").write_text(text)
         assert verify(tmp_path / "config.json") == 2

@@ -191,7 +191,7 @@ def test_a_counter_that_saw_nothing_raises() -> None:
         with pytest.raises(RuntimeError, match="counted no matrix product"):
             getattr(products, number)
     for number in ("peak", "now", "written", "phases"):
-        with pytest.raises(RuntimeError, match="counted no byte on device 'cpu'"):
+        with pytest.raises(RuntimeError, match="counted no bytes on device 'cpu'"):
             getattr(live, number)
     with pytest.raises(RuntimeError, match="counted no byte"):
         live.timeline()

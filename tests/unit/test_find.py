@@ -207,7 +207,7 @@ def test_a_module_that_mixes_tokens_is_left_alone(mix) -> None:
     found, left = find_blocks(nn.ModuleDict({"mixer": _Mixer(mix)}), trusted=_anyone)
     assert not found
     assert left[0].name == "mixer" and left[0].why.startswith("not position-wise")
-    with pytest.raises(seqtile.UserError, match=r"mixer \(_Mixer\) cannot be tiled: not position-wise"):
+    with pytest.raises(seqtile.UserError, match=r"mixer \(_Mixer\), which cannot be tiled: not position-wise"):
         seqtile.apply(nn.ModuleDict({"mixer": _Mixer(mix)}), trust="*")
 
 
@@ -292,7 +292,7 @@ def test_a_tensor_per_sequence_runs_untiled_and_says_so(path: str, caplog: pytes
         model[0](x)  # and the next call is tiled
         assert rows[1:] == [4] * 5 + [3] * 2
     told = [record.message for record in caplog.records if "0 runs untiled" in record.message]
-    assert len(told) == 1 and "neither one row per token nor the same for the whole batch" in told[0]
+    assert len(told) == 1 and "expected one row per token, or one for the whole batch" in told[0]
 
 
 def test_an_argument_beside_hidden_states_is_told_at_apply() -> None:
@@ -300,7 +300,7 @@ def test_an_argument_beside_hidden_states_is_told_at_apply() -> None:
         def forward(self, x: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
             return super().forward(x) + shift
 
-    note = "Conditioned takes 'shift' beside hidden states: calls that give it one row per sequence, [B, 1, D]"
+    note = "Conditioned takes 'shift' beside hidden states; calls with one row per sequence, [B, 1, D]"
     assert note in str(seqtile.apply(nn.ModuleList([Conditioned()]), trust="*"))
     assert "beside hidden states" not in str(seqtile.apply(nn.ModuleList([_Scaled()]), trust="*"))
 

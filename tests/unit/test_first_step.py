@@ -25,13 +25,13 @@ def test_it_looks_once_and_says_why_not(caplog: pytest.LogCaptureFixture) -> Non
     caplog.clear()
     callback = callbacks.CheckFirstStep()
     callback.on_pre_optimizer_step(None, None, None, model=model)
-    assert "1 of the parameters inside tiled blocks train and have no gradient: model.layers.1.mlp.up" in caplog.text
+    assert "1 trainable parameters inside tiled blocks have no gradient: model.layers.1.mlp.up" in caplog.text
     caplog.clear()
     callback.on_pre_optimizer_step(None, None, None, model=model)
     assert not caplog.records
     weight.ds_id = 1  # as DeepSpeed marks it
     callbacks.CheckFirstStep().on_pre_optimizer_step(None, None, None, model=model)
-    assert "gradients of the first step were not checked: DeepSpeed holds the gradients" in caplog.text
+    assert "could not check the gradients of the first step: DeepSpeed owns the gradients" in caplog.text
 
 
 def test_a_run_looks_at_its_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,15 +68,15 @@ def test_nodes_are_those_of_the_flags_or_of_the_environment(
     ("flags", "environment", "told"),
     [
         ((2, 1, None), {}, "--rendezvous too"),
-        ((None, 1, None), {}, "--nodes and --rendezvous too"),
-        ((1, 1, None), {}, "of one node"),
-        ((2, 2, "a:1"), {}, "--node-rank 2 of 2 nodes"),
+        ((None, 1, None), {}, "also need --nodes and --rendezvous"),
+        ((1, 1, None), {}, "without --nodes"),
+        ((2, 2, "a:1"), {}, "--node-rank 2, expected 0 to 1"),
         ((2, 0, "a"), {}, "expected HOST:PORT"),
         ((2, 0, "a:99999"), {}, "expected HOST:PORT"),
         ((2, 0, "fe80::1:29500"), {}, "IPv6 in brackets"),
         ((2, 0, "a,b:1"), {}, "expected HOST:PORT"),
-        ((None, None, None), {**SRUN, "SLURM_NODEID": "x"}, "got --node-rank 'x', expected a whole number"),
-        ((None, None, None), {**SRUN, "SLURM_STEP_NODELIST": ""}, "need --rendezvous too"),
+        ((None, None, None), {**SRUN, "SLURM_NODEID": "x"}, "got --node-rank 'x', expected an integer"),
+        ((None, None, None), {**SRUN, "SLURM_STEP_NODELIST": ""}, "also need --rendezvous"),
         (
             (None, None, None),
             {"PET_NNODES": "1:4", "PET_NODE_RANK": "0", "PET_MASTER_ADDR": "a"},
@@ -111,9 +111,9 @@ def test_the_first_host_of_a_slurm_list(hosts: str, first: str) -> None:
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        (["--wait-nodes", "5"], "got --wait-nodes 5 of one node, which waits for none"),
+        (["--wait-nodes", "5"], "got --wait-nodes 5 with a single node"),
         (IN_TWO, "engine 'single' is one process, got 2 nodes"),
-        ([*IN_TWO, "--engine", "ddp", "--nproc", "4", "--on-oom", "retry"], "got several nodes; drop it"),
+        ([*IN_TWO, "--engine", "ddp", "--nproc", "4", "--on-oom", "retry"], "got several; drop it"),
     ],
 )
 def test_the_command_refuses_before_it_waits(
@@ -176,7 +176,7 @@ def test_ranks_that_would_train_otherwise_are_refused(
         rank.start = Path("checkpoint-3")
     elif what == "torch":
         monkeypatch.setattr("seqtile.train.ranks.package_version", lambda _: "0.1")
-    with pytest.raises(UserError, match=rf"rank 1 \({socket.gethostname()}\) would train with ") as refused:
+    with pytest.raises(UserError, match=rf"rank 1 \({socket.gethostname()}\) has ") as refused:
         rank.agree(tile=16) if what == "tile" else rank.agree()
     assert what in str(refused.value) or what == "torch"
 
@@ -191,7 +191,7 @@ def test_each_node_saves_where_directories_are_its_own(rank: Rank, tmp_path: Pat
     shared.write_text("written by node 0")
     rank.agree(engine="fsdp2")
     shared.unlink()
-    with pytest.raises(UserError, match="give --output a directory that all nodes share"):
+    with pytest.raises(UserError, match="a shared directory for --output"):
         rank.agree(engine="fsdp2")
 
 

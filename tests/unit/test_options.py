@@ -203,7 +203,7 @@ def test_untiled_in_a_recipe_is_the_blocks_of_apply() -> None:
         recipe, _ = build_recipe({**GIVEN, **values}, {})
         assert recipe.options == UNTILED and not recipe.tiled_mlp and recipe.model_dump()["tiled_mlp"] is False
         assert build_recipe(recipe.model_dump(), {"tiled_mlp": "true"})[0].options == TILED
-    with pytest.raises(UserError, match="say both 'tiled_mlp: True' and 'blocks: none'; keep one"):
+    with pytest.raises(UserError, match="got both 'tiled_mlp: True' and 'blocks: none'; keep one"):
         build_recipe({**GIVEN, "tiled_mlp": True, "blocks": "none"}, {})
 
 
@@ -295,14 +295,14 @@ def test_a_bad_value_is_one_sentence(
     [
         ({"tile": 1.5}, "tile=1.5: got float, expected an int or a string"),
         ({"keep": True}, "keep=True: got bool, expected a number or a string"),
-        ({"blocks": "all"}, "blocks='all': expected one of 'auto', 'mlp'"),
-        ({"path": "best"}, "path='best': expected one of 'auto', 'fused', 'generic'"),
-        ({"loss": "full"}, "loss='full': expected 'tiled', or None"),
+        ({"blocks": "all"}, "blocks='all', expected one of 'auto', 'mlp'"),
+        ({"path": "best"}, "path='best', expected one of 'auto', 'fused', 'generic'"),
+        ({"loss": "full"}, "got loss='full', expected 'tiled' or None"),
         ({"loss_tile": 0}, "loss_tile=0: got 0 tokens per tile, expected at least 1"),
-        ({"loss_impl": "best"}, "loss_impl='best': expected one of 'torch', 'native'"),
-        ({"checkpoint": "full"}, "checkpoint='full': expected one of 'layer', 'attention-saved', 'none', or None"),
-        ({"offload": "all"}, "offload='all': expected True, False or a bound such as '64GB'"),
-        ({"heads": 0}, "heads=0: expected 'auto', a number of key-value heads per pass from 1, or None"),
+        ({"loss_impl": "best"}, "loss_impl='best', expected one of 'torch', 'native'"),
+        ({"checkpoint": "full"}, "checkpoint='full', expected one of 'layer', 'attention-saved', 'none', or None"),
+        ({"offload": "all"}, "got offload='all', expected True, False or a size such as '64GB'"),
+        ({"heads": 0}, "got heads=0, expected 'auto', an int of at least 1, or None"),
     ],
     ids=str,
 )
@@ -314,7 +314,7 @@ def test_a_value_is_checked_where_the_record_is_made(values: dict[str, Any], wor
 def test_a_choice_of_the_plan_is_none_for_a_model() -> None:
     from torch import nn
 
-    with pytest.raises(UserError, match="checkpoint 'auto' is for a plan to choose"):
+    with pytest.raises(UserError, match="checkpoint 'auto' is for plans"):
         apply_options(nn.Linear(2, 2), TilingOptions(checkpoint="auto"))
 
 

@@ -272,7 +272,7 @@ BAD = [
     (["--loss", "grpo", "--generator", "sleep", "--generator-memory", "much"], "expected a fraction of the device"),
     (["--loss", "grpo", "--group-size", "1"], "expected at least 2 completions"),
     (["--loss", "grpo", "--group-size", "6", "--gradient-accumulation", "4"], "use --gradient-accumulation 6"),
-    (["--loss", "grpo", "--gpus", "2", "--engine", "zero3", "--sp-size", "2"], "does not split sequences"),
+    (["--loss", "grpo", "--gpus", "2", "--engine", "zero3", "--sp-size", "2"], "does not support sp-size"),
     (["--loss", "grpo", "--recipe", "recipe.yaml"], "which has no GRPO"),
 ]
 
@@ -289,5 +289,5 @@ def test_bad_input_is_one_sentence(
 
 
 def test_a_request_that_trl_would_not_run_is_refused(planner: Planner, folder: Path) -> None:
-    with pytest.raises(UserError, match="no whole groups of 8; use --gradient-accumulation 8"):
+    with pytest.raises(UserError, match="not a multiple of the group size 8; use --gradient-accumulation 8"):
         other(planner, folder, accumulation=3)

@@ -123,7 +123,7 @@ def test_a_larger_picture_is_more_tokens_and_more_memory() -> None:
 def test_towers_of_one_size_make_the_same_tokens_of_every_picture() -> None:
     assert read_pictures(config_of("llava"), 3, (999, 10)).each == 16
     assert read_pictures(config_of("gemma3"), tokens=12).count == 3
-    with pytest.raises(UserError, match="10 image tokens are no whole number of pictures of 4 tokens"):
+    with pytest.raises(UserError, match="10 image tokens are not a multiple of 4"):
         read_pictures(config_of("gemma3"), tokens=10)
 
 
@@ -136,8 +136,11 @@ def test_towers_of_one_size_make_the_same_tokens_of_every_picture() -> None:
         (["--images", "2", "--image-size", "56"], "got --image-size '56', expected height and width in pixels"),
         (["--images", "2", "--recipe", "r.yaml"], "which trains on text"),
         (["--images", "9", "--max-length", "144"], "144 tokens leave no room for text after 144 image tokens"),
-        (["--images", "2", "--engine", "zero3", "--gpus", "2", "--sp-size", "2"], "that ranks share are not modelled"),
-        (["--images", "2", "--loss", "grpo"], "pictures in a step of GRPO are not modelled"),
+        (
+            ["--images", "2", "--engine", "zero3", "--gpus", "2", "--sp-size", "2"],
+            "does not support sp-size and cp-size",
+        ),
+        (["--images", "2", "--loss", "grpo"], "does not support --loss grpo"),
     ],
 )
 def test_what_cannot_be_planned_is_one_sentence(
@@ -152,9 +155,9 @@ def test_models_without_a_known_tower_are_refused(tmp_path: Path, capsys: pytest
     llama = AutoConfig.for_model("llama", **TEXT)
     assert main(["plan", "--model", save(llama, tmp_path), "--images", "2"]) == 2
     assert "model type 'llama' takes no pictures" in " ".join(capsys.readouterr().err.split())
-    with pytest.raises(UserError, match=r"give its pictures too \(--images N\)"):
+    with pytest.raises(UserError, match=r"pass its images too \(--images N\)"):
         build_bare(config_of("llava"), SETUP, "meta")
-    with pytest.raises(UserError, match="'qwen2_5_vl' takes pictures of any size; give --image-size"):
+    with pytest.raises(UserError, match="'qwen2_5_vl' takes images of any size; add --image-size"):
         read_pictures(config_of("qwen2_5_vl"), 2)
 
 
@@ -176,7 +179,7 @@ def test_the_vision_towers_attention_is_saved_too() -> None:
 def test_an_older_transformers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of("llava")
     monkeypatch.setattr("seqtile.planner.pictures.find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"have transformers\.vision_utils, which the installed \d+\..* has not"):
+    with pytest.raises(UserError, match=r"needs transformers\.vision_utils, which transformers \d+\..* does not have"):
         read_pictures(config, 2)
 
 

@@ -67,7 +67,7 @@ def test_every_phase_is_where_the_plan_said(folder: Path, capsys: pytest.Capture
         (["--attention", "flash3"], "expected flash"),
         (["--attention", "linear"], "expected one of flash"),
         (["--checkpoint", "auto"], "for seqtile plan"),
-        (["--checkpoint", "attention-saved", "--attention", "eager"], "plain products"),
+        (["--checkpoint", "attention-saved", "--attention", "eager"], "needs an attention kernel"),
         (["--lora", "4", "--full"], "use one"),
         (["--tile", "none"], "compares tiled with untiled"),
         (["--keep", "2"], "outside 0.0 to 1.0"),

@@ -41,7 +41,7 @@ def test_a_run_keeps_others_out_and_frees_its_directory(tmp_path: Path):
         first.take()
         for resume in (False, True):
             (tmp_path / "checkpoint-1").mkdir(exist_ok=True)
-            with pytest.raises(UserError, match=f"written by another run .process {os.getpid()} on this machine.*;"):
+            with pytest.raises(UserError, match=f"in use by another run .process {os.getpid()} on this machine.*;"):
                 locate(recipe, resume=resume, resume_from=None, overwrite=False)
         with pytest.raises(UserError, match="another run"), RunLock(tmp_path) as second:
             second.take()
@@ -64,7 +64,7 @@ def test_the_lock_of_a_killed_run_is_none(tmp_path: Path, caplog):
         with caplog.at_level("INFO", logger="seqtile"), RunLock(tmp_path) as lock:
             lock.take()
             assert json.loads((tmp_path / LOCK).read_text())["process"] == os.getpid()
-    assert f"removed {tmp_path / LOCK} of a run that has ended" in caplog.text
+    assert f"removed {tmp_path / LOCK} of a finished run" in caplog.text
     assert not list(tmp_path.iterdir())
 
 
@@ -80,14 +80,14 @@ def test_a_number_that_another_process_has_now(tmp_path: Path):
 @pytest.mark.parametrize("where", [{"host": "elsewhere"}, {"space": "pid:[1]"}], ids=str)
 def test_a_run_on_another_machine_or_in_another_container(where: dict[str, str], tmp_path: Path):
     written(tmp_path, **where)
-    with pytest.raises(UserError, match=r"cannot be seen.*; if it has ended, remove '.*run\.lock'; if not, give"):
+    with pytest.raises(UserError, match=r"cannot be checked.*remove '.*run\.lock' if it has ended, or use"):
         check_unlocked(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"host": "x"}'])
 def test_a_lock_that_was_cut_off(text: str, tmp_path: Path):
     (tmp_path / LOCK).write_text(text)
-    with pytest.raises(UserError, match="right now"):
+    with pytest.raises(UserError, match="another run is starting"):
         check_unlocked(tmp_path)
     long_ago = time.time() - LOCK_IS_WRITTEN_WITHIN - 1
     os.utime(tmp_path / LOCK, (long_ago, long_ago))

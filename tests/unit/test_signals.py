@@ -70,7 +70,7 @@ def test_the_exit_code_says_which_signal(number: signal.Signals, code: int, monk
 
     monkeypatch.setattr("seqtile.train.recipe.read_recipe", stopped)
     assert main(["train", "--recipe", "any.yaml"]) == exit_code(number) == code
-    assert capsys.readouterr().err == "seqtile: interrupted; nothing more was saved\n"
+    assert capsys.readouterr().err == "seqtile: interrupted; nothing else was saved\n"
 
 
 FRONT = """
@@ -110,11 +110,11 @@ def run_stand_ins(folder: Path, monkeypatch: pytest.MonkeyPatch, *ends: str) -> 
     [
         (("RuntimeError: [gloo] closed by peer", "UserError: rank 1 refuses"), UserError, "^rank 1 refuses$"),
         (("hang", "RuntimeError: planted"), RunError, "rank 1 failed first:\nTraceback of rank 1"),
-        (("hang", "killed"), RunError, "rank 1 ended by SIGKILL and said nothing.*--resume goes on"),
+        (("hang", "killed"), RunError, "rank 1 was ended by SIGKILL without an error.*--resume continues"),
         (
             ("StoppedAtOnce: ", "DistBackendError: closed"),
             RunError,
-            "rank 1 lost its connection to a process of another",
+            "rank 1 lost its connection to a process on another",
         ),
     ],
 )

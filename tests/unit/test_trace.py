@@ -326,14 +326,14 @@ class OwnMatrices(nn.Module):
 @pytest.mark.parametrize("option", ["only", "trust"])
 def test_a_block_that_is_named_and_cannot_be_tiled_is_refused_with_the_reason(option: str) -> None:
     model = nn.ModuleDict({"mlp": Gated(GATED["plain"][0]), "mean": Mean(GATED["plain"][0])})
-    with pytest.raises(seqtile.UserError, match=r"mean \(Mean\) cannot be tiled: .* depends on other tokens"):
+    with pytest.raises(seqtile.UserError, match=r"mean \(Mean\), which cannot be tiled: .* depends on other tokens"):
         seqtile.apply(model, **{"tile": 3, "trust": "*", option: "mean"})
 
 
 def test_matrices_that_are_parameters_of_their_module_are_named() -> None:
     model = nn.ModuleDict({"mlp": Gated(GATED["plain"][0]), "own": OwnMatrices()})
     [left] = seqtile.apply(model, tile=3, trust="mlp").left
-    assert (left.name, "parameters of its own" in left.why, left.unproven) == ("own", True, False)
+    assert (left.name, "bare parameters" in left.why, left.unproven) == ("own", True, False)
 
 
 class ScaledHeads(nn.LayerNorm):

@@ -41,13 +41,13 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "no messages": (CHAT, {"messages": []}, "'messages' holds no text"),
     "no role": (CHAT, {"messages": [{"content": "who?"}]}, "a message without role or content"),
     "no content": (CHAT, {"messages": [{"role": "assistant"}]}, "a message without role or content"),
-    "no answer": (CHAT, {"messages": [ASK]}, "'messages' is only a prompt"),
+    "no answer": (CHAT, {"messages": [ASK]}, "'messages' has a prompt only"),
     "mixed kinds": (CHAT, GOOD, "'messages' is null"),
     "an empty completion": (PAIR, {"prompt": "who?", "completion": ""}, "'completion' is empty"),
     "no ids": ({"input_ids": [1, 2]}, {"input_ids": []}, "'input_ids' is empty"),
-    "a null id": ({"input_ids": [1, 2]}, {"input_ids": [1, None]}, "something else than token ids"),
+    "a null id": ({"input_ids": [1, 2]}, {"input_ids": [1, None]}, "entries that are not token ids"),
     "labels of another length": ({"input_ids": [1], "labels": [1]}, {"input_ids": [1, 2], "labels": [1]},
-                                 "'input_ids' and 'labels' are of two lengths"),
+                                 "'input_ids' and 'labels' have different lengths"),
 }  # fmt: skip
 
 
@@ -59,14 +59,14 @@ def test_a_bad_row_is_named_or_left_out(tmp_path: Path, case: str) -> None:
         checked(path)
     sentence = str(refused.value)
     assert words in sentence and "rows.jsonl', row 3:" in sentence
-    assert "(1 of 3 rows are wrong)" in sentence and "--skip-bad-rows" in sentence
+    assert "(1 of 3 rows are invalid)" in sentence and "--skip-bad-rows" in sentence
     count, left_out = checked(path, skip=True)
     assert count == 2 and [*left_out.values()] == [1] and words in next(iter(left_out))
 
 
 def test_nothing_right_is_refused_even_where_bad_rows_are_left_out(tmp_path: Path) -> None:
     path = tiny_run.write_jsonl(tmp_path / "rows.jsonl", [{"text": ""}] * 2)
-    with pytest.raises(UserError, match="no row of 2 can be trained on"):
+    with pytest.raises(UserError, match="none of the 2 rows can be trained on"):
         checked(path, skip=True)
 
 
@@ -104,7 +104,7 @@ def test_a_bad_row_of_several_files_is_named_with_its_file(tmp_path: Path) -> No
         ("rows.jsonl", '{"text": "tea"}\n{"text": "caf\u00e9"}\n'.encode("latin-1"), "UTF8"),
         ("rows.csv", "text\ntea\ncaf\u00e9\n".encode("latin-1"), "'utf-8' codec"),
         ("rows.csv", b'text\n"tea"\n"never closed\nmilk\n', "EOF inside string"),
-        ("rows.jsonl", b"", "holds no rows"),
+        ("rows.jsonl", b"", "has no rows"),
     ],
 )
 def test_a_file_that_cannot_be_read_is_one_sentence(tmp_path: Path, name: str, content: bytes, words: str) -> None:
@@ -135,7 +135,7 @@ def pairs(*lengths: tuple[int, int]) -> list[dict[str, Any]]:
     return [{"prompt": "p" * prompt, "completion": "c" * completion} for prompt, completion in lengths]
 
 
-MASKED = "no token that counts is left within max_length"
+MASKED = "no token of the loss is left within max_length"
 COUNTED: dict[str, tuple[list[dict[str, Any]], dict[str, Any], DataSummary]] = {
     # 10, 80 and 64 tokens; the second loses 16; the first token of each is predicted by none.
     "text": (texts(9, 79, 63), {}, DataSummary(3, 154, 80, 64, 1, 16, 3, 9 + 63 + 63)),
@@ -190,7 +190,7 @@ def test_nothing_is_trained_where_no_token_counts(
     assert main(["train", "--model", str(model), "--dataset", str(path), "--max-length", "64", "--output",
                  str(tmp_path / "out")]) == 2  # fmt: skip
     (sentence,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("seqtile: "))
-    assert "no token of the train data counts in the loss" in sentence
+    assert "no token of the train data is in the loss" in sentence
     assert not (tmp_path / "out").exists()
 
 

@@ -72,7 +72,7 @@ def test_a_sliding_window_that_ulysses_would_lose(tmp_path: Path):
 
     MistralConfig(num_attention_heads=4, num_key_value_heads=2, sliding_window=32).save_pretrained(tmp_path)
     values = {"model": str(tmp_path), "engine": "zero3", "sp_size": 2}
-    with pytest.raises(UserError, match="sliding window of 32 tokens.*use --max-length 32"):
+    with pytest.raises(UserError, match="sliding-window mask .32 tokens.*use --max-length 32"):
         check_split(recipe_of(**values))
     check_split(recipe_of(**values, attention="flash"))
     check_split(recipe_of(**{**values, "max_length": 32}))
@@ -87,7 +87,9 @@ def test_layers_that_ring_attention_cannot_compute(tmp_path: Path):
     small = dict(hidden_size=32, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2, vocab_size=64)
     MistralConfig(**small, sliding_window=32).save_pretrained(tmp_path)
     for length in (64, 32):  # accelerate refuses a window that no row reaches, too
-        with pytest.raises(UserError, match="cp_size 2 does not fit .*: the mask of its sliding window of 32 tokens"):
+        with pytest.raises(
+            UserError, match="cp_size 2 does not support .*: .* the mask of its sliding window of 32 tokens"
+        ):
             check_split(recipe_of(**{**values, "max_length": length}))
     Gemma3TextConfig(**small, sliding_window=32, num_hidden_layers=6).save_pretrained(tmp_path)
     with pytest.raises(UserError, match="sliding window of 32"):
@@ -96,7 +98,7 @@ def test_layers_that_ring_attention_cannot_compute(tmp_path: Path):
     with pytest.raises(UserError, match=r"cp_size 2 would train .* with wrong gradients: .*\(Gated DeltaNet\)"):
         check_split(recipe_of(**values))
     GPT2Config(n_embd=32, n_head=4, n_layer=1, vocab_size=64).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="cp_size 2 does not fit .*: .* modules called self_attn, and it has none"):
+    with pytest.raises(UserError, match="cp_size 2 does not support .*: .* modules named self_attn, and it has none"):
         check_split(recipe_of(**values))
     BloomConfig(hidden_size=32, n_head=4, n_layer=1, vocab_size=64).save_pretrained(tmp_path)
     with pytest.raises(
@@ -117,17 +119,21 @@ def test_each_process_of_a_users_own_launcher_looks_at_the_model(tmp_path: Path,
     for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
     split = {"engine": "zero3", "sp_size": 2, "nproc": 2, "fit": False}
-    with pytest.raises(UserError, match="sp_size 2 drops the mask of .*sliding window of 32 tokens"):
+    with pytest.raises(UserError, match="sp_size 2 .*sliding-window mask .32 tokens"):
         train(recipe_of(model=str(tmp_path / "model"), dataset=__file__, output=str(tmp_path / "out"), **split))
 
 
 @pytest.mark.parametrize(
     ("accelerators", "flags", "words"),
     [
-        (0, ["--engine", "ddp"], "give --nproc for processes on the CPU"),
+        (0, ["--engine", "ddp"], "set --nproc to run on the CPU"),
         (1, ["--engine", "ddp"], "at least 2 processes"),
-        (2, ["--engine", "zero3", "--nproc", "3"], "torch sees 2 accelerators"),
-        (2, ["--engine", "zero3", "--sp-size", "4"], "does not divide 2 processes"),  # one process per accelerator
+        (2, ["--engine", "zero3", "--nproc", "3"], "this node has 2 accelerators"),
+        (
+            2,
+            ["--engine", "zero3", "--sp-size", "4"],
+            "got 2 processes, expected a multiple of",
+        ),  # one process per accelerator
     ],
 )
 def test_processes_and_accelerators(
@@ -151,9 +157,9 @@ def test_an_engine_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, capsys
     ("values", "world", "words"),
     [
         ({"engine": "single", "nproc": None}, 2, "a launcher started 2 processes.*without a launcher"),
-        ({"engine": "ddp", "output": "x"}, 4, "was to run in 2 processes, but 4 started"),
-        ({"engine": "ddp", "nproc": None}, 2, "give --output"),
-        ({"engine": "ddp", "output": "x"}, None, "was to run in 2 processes, but 1 started"),
+        ({"engine": "ddp", "output": "x"}, 4, "expects 2 processes, but the launcher started 4"),
+        ({"engine": "ddp", "nproc": None}, 2, "set --output"),
+        ({"engine": "ddp", "output": "x"}, None, "expects 2 processes, but the launcher started 1"),
     ],
 )
 def test_processes_that_are_not_those_of_the_recipe(
@@ -184,12 +190,12 @@ def trainer(processes: int, *, stage: int | None = None, sp_size: int = 1) -> An
 @pytest.mark.parametrize(
     ("engine", "got", "words"),
     [
-        ("ddp", trainer(2), "'single' \\(a Linear\\) in 2; nothing was trained"),
+        ("ddp", trainer(2), "'single' \\(a Linear\\) in 2, so nothing was trained"),
         ("fsdp2", trainer(2), "'single'"),
         ("zero2", trainer(2), "'single'"),
         ("zero3", trainer(2, stage=2), "'zero2'"),
-        ("zero3", trainer(1, stage=3), "in 2 processes, but accelerate set up 'zero3' .* in 1;"),
-        ("single", trainer(1, stage=2), "asked for engine 'single' in 1 processes,"),
+        ("zero3", trainer(1, stage=3), "in 2 processes, but accelerate set up 'zero3' .* in 1, "),
+        ("single", trainer(1, stage=2), "got engine 'single' in 1 processes,"),
         ("zero3", trainer(2, stage=3, sp_size=2), "splits sequences over 2"),
     ],
 )

@@ -46,9 +46,9 @@ def without(name: str) -> Callable[[Path], Any]:
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "empty": (first_bytes(0), "a .safetensors file is damaged or cut off"),
-    "truncated": (first_bytes(40_000), "a .safetensors file is damaged or cut off"),
-    "other sizes": (configured(intermediate_size=64), "mlp.down_proj.weight is 32 x 96 and should be 32 x 64"),
+    "empty": (first_bytes(0), "a .safetensors file is corrupt or truncated"),
+    "truncated": (first_bytes(40_000), "a .safetensors file is corrupt or truncated"),
+    "other sizes": (configured(intermediate_size=64), "mlp.down_proj.weight has shape 32 x 96, expected 32 x 64"),
     "more layers": (configured(num_hidden_layers=3), "do not match its configuration: model.layers.2"),
     "a weight missing": (without("model.layers.1.mlp.up_proj.weight"), "model.layers.1.mlp.up_proj.weight is missing"),
 }
@@ -74,4 +74,4 @@ def test_weights_that_are_not_used_are_said(model: Path, tmp_path: Path, capfd: 
     folder = shutil.copytree(model, tmp_path / "model")
     configured(num_hidden_layers=1)(folder)
     assert main(["verify", "--model", str(folder), "--tokens", "64"]) == 0
-    assert f"9 weights of {str(folder)!r} are not used, model.layers.1." in capfd.readouterr().err
+    assert f"9 weights of {str(folder)!r} are not used, for example model.layers.1." in capfd.readouterr().err

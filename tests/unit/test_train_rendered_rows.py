@@ -106,9 +106,9 @@ def test_what_would_not_be_trained_is_refused_with_its_line(models: dict[str, Pa
 REPORTED: dict[str, tuple[str, dict[str, Any], str]] = {
     "thoughts": ("strict", {"messages": [ASK, long("<think>hm, a cat</think>the cat.")]}, "changes or shortens"),
     "thoughts beside": ("strict", {"messages": [ASK, {**ANSWER, "reasoning_content": "hm"}]}, "'reasoning_content'"),
-    "tools": ("strict", {"messages": [ASK, ANSWER], "tools": [{"name": "look"}]}, "no 'tools'"),
+    "tools": ("strict", {"messages": [ASK, ANSWER], "tools": [{"name": "look"}]}, "drops 'tools'"),
     "a role of its own": ("any role", {"messages": [ASK, {"role": "critic", "content": "a"}, ANSWER]}, "'critic'"),
-    "other labels": ("strict", {"input_ids": [5, 6, 7], "labels": [5, 6, 8]}, "other tokens"),
+    "other labels": ("strict", {"input_ids": [5, 6, 7], "labels": [5, 6, 8]}, "differ from"),
 }  # fmt: skip
 
 
@@ -164,10 +164,10 @@ def test_a_template_that_marks_other_parts_is_refused(models: dict[str, Path], t
     template = tmp_path / "template.jinja"
     rows = [{"messages": [ASK, {**ANSWER, "weight": 0}, {**ANSWER, "weight": 1}]}]
     template.write_text(STRICT.replace("A:{% generation %}", "{% generation %}"))  # two answers side by side are one
-    with pytest.raises(UserError, match="marks 1 parts of its 2 messages"):
+    with pytest.raises(UserError, match="marks 1 spans for its 2"):
         read(models["strict"], tmp_path / "rows.jsonl", rows, chat_template_path=str(template), **ASSISTANT)
     template.write_text("{% for m in messages %}{{ m.content }}{% generation %}<end>{% endgeneration %}{% endfor %}")
-    with pytest.raises(UserError, match="does not count in the loss"):
+    with pytest.raises(UserError, match="an assistant message is not in the loss"):
         read(models["strict"], tmp_path / "rows.jsonl", [{"messages": [ASK, ANSWER]}], **ASSISTANT,
              chat_template_path=str(template))  # fmt: skip
 

@@ -113,7 +113,7 @@ def test_a_message_that_is_left_out_of_the_loss_is_heeded_or_refused(key: str) -
     with pytest.raises(RowError, match="assistant_only_loss: true"):
         read(row)
     assert COUNTED not in read(chat(ASK, {**ANSWER, key: True}), assistant_only=True)
-    with pytest.raises(RowError, match="in part"):
+    with pytest.raises(RowError, match="fractional loss weight"):
         read(chat(ASK, {**ANSWER, key: 0.5}), assistant_only=True)
     with pytest.raises(RowError, match="a message of 'user' counts"):
         read(chat({**ASK, key: True}, ANSWER), assistant_only=True)
@@ -125,22 +125,22 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "'history'",
     ),
     "an input that is a list": ({"instruction": "Count.", "input": ["a", "b"], "output": "2"}, "'input' is list"),
-    "calls that are a number": (chat(ASK, {**ANSWER, "tool_calls": "5"}), "a tool call that is int"),
+    "calls that are a number": (chat(ASK, {**ANSWER, "tool_calls": "5"}), "a tool call of type int"),
     "a picture in a message": (
         chat({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, ANSWER),
         "'image_url'",
     ),
-    "a part of a message": (chat(ASK, {**ANSWER, "train_detail": [{"begin_offset": 0}]}), "in part"),
-    "two system prompts": ({**chat(SYSTEM, ASK, ANSWER), "system": "be long."}, "two system prompts"),
-    "tools that are no JSON": ({**chat(ASK, ANSWER), "tools": "look()"}, "no JSON"),
-    "a call without a name": (chat(ASK, {**ANSWER, "tool_calls": [{"id": "1"}]}), "without a function's name"),
-    "ShareGPT without an answer": ({"conversations": [{"from": "human", "value": "who?"}]}, "only a prompt"),
+    "a part of a message": (chat(ASK, {**ANSWER, "train_detail": [{"begin_offset": 0}]}), "fractional loss weight"),
+    "both system prompts": ({**chat(SYSTEM, ASK, ANSWER), "system": "be long."}, "both system prompts"),
+    "tools that are no JSON": ({**chat(ASK, ANSWER), "tools": "look()"}, "not valid JSON"),
+    "a call without a name": (chat(ASK, {**ANSWER, "tool_calls": [{"id": "1"}]}), "without a function name"),
+    "ShareGPT without an answer": ({"conversations": [{"from": "human", "value": "who?"}]}, "has a prompt only"),
     "an answer left out of a pair": ({"prompt": [ASK], "completion": [{**ANSWER, "weight": 0}]}, "as 'messages'"),
     "a hole in the mask": ({"input_ids": [5, 6, 7], "attention_mask": [1, 0, 1]}, "in the middle"),
-    "nothing but padding": ({"input_ids": [5], "attention_mask": [0]}, "hides every token"),
-    "packed documents": ({"input_ids": [5, 6, 7], "position_ids": [0, 1, 0]}, "packs several documents"),
-    "packed documents by length": ({"input_ids": [5, 6, 7], "seq_lengths": [2, 1]}, "packs several documents"),
-    "a mask of another length": ({"input_ids": [5, 6, 7], "completion_mask": [1]}, "of two lengths"),
+    "nothing but padding": ({"input_ids": [5], "attention_mask": [0]}, "masks every token"),
+    "packed documents": ({"input_ids": [5, 6, 7], "position_ids": [0, 1, 0]}, "marks packed documents"),
+    "packed documents by length": ({"input_ids": [5, 6, 7], "seq_lengths": [2, 1]}, "marks packed documents"),
+    "a mask of another length": ({"input_ids": [5, 6, 7], "completion_mask": [1]}, "different lengths"),
 }
 
 
@@ -197,4 +197,4 @@ def test_columns_that_nothing_reads_are_named(tmp_path: Path, caplog: pytest.Log
     with caplog.at_level("INFO", "seqtile"):
         rows = check_rows(load_rows(str(path))).rows
     assert rows.column_names == ["messages"]
-    assert "columns that are not used: prompt, weight" in caplog.text
+    assert "unused columns: prompt, weight" in caplog.text

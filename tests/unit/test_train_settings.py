@@ -39,10 +39,10 @@ def test_how_checkpoints_are_made_reaches_the_trainer(name: str, given: Any, tmp
     ("values", "words"),
     [
         ({"checkpoint": "none", "trainer": {"gradient_checkpointing_kwargs": {"use_reentrant": False}}},
-         "drop one of the two"),
-        ({"trainer": {"gradient_checkpointing_kwargs": "no"}}, "expected keys and values"),
+         "but checkpoint is 'none'"),
+        ({"trainer": {"gradient_checkpointing_kwargs": "no"}}, "expected a mapping"),
         ({"trainer": {"gradient_checkpointing_kwargs": {}, "activation_checkpointing_kwargs": {"debug": True}}},
-         "two names of one setting"),
+         "are the same setting"),
     ],
 )  # fmt: skip
 def test_checkpoint_settings_that_nothing_would_read(values: dict[str, Any], words: str, tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_a_metric_comes_with_its_direction(trainer: dict[str, Any], expected: tu
     [
         ({"metric_for_best_model": "mean_token_accuracy", "greater_is_better": False}, "drop greater_is_better"),
         ({"greater_is_better": True}, "keep the worst"),
-        ({"metric_for_best_model": "entropy"}, "give greater_is_better too"),
+        ({"metric_for_best_model": "entropy"}, "needs greater_is_better"),
         ({"metric_for_best_model": "rouge"}, "mean_token_accuracy"),
     ],
 )
@@ -142,10 +142,10 @@ def test_the_most_accurate_checkpoint_is_kept_and_named(tmp_path: Path, capsys: 
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"trainer": {"metric_for_best_model": "loss"}}, "nothing to evaluate on"),
-        ({"trainer": {"per_device_eval_batch_size": 4}}, "nothing to evaluate on"),
-        ({"trainer": {"ddp_find_unused_parameters": True}}, "is of engine 'ddp'"),
-        ({"trainer": {"label_names": ["labels"]}}, "nothing in a recipe reads it"),
+        ({"trainer": {"metric_for_best_model": "loss"}}, "needs eval_dataset"),
+        ({"trainer": {"per_device_eval_batch_size": 4}}, "needs eval_dataset"),
+        ({"trainer": {"ddp_find_unused_parameters": True}}, "needs engine 'ddp'"),
+        ({"trainer": {"label_names": ["labels"]}}, "has no effect in a recipe"),
         ({"trainer": {"hub_model_id": "me/model"}}, "push_to_hub: true"),
     ],
 )

@@ -173,7 +173,7 @@ def test_a_model_that_unsloth_has_tiled_is_refused() -> None:
     mlp = model.model.layers[1].mlp
     mlp.forward = MethodType(tiled_forward, mlp)
     for call in (lambda: patch_tiled_mlp(model), lambda: patch_mlp(mlp), lambda: seqtile.apply(model)):
-        with pytest.raises(seqtile.UserError, match="Unsloth's own tiled MLP runs LlamaMLP already"):
+        with pytest.raises(seqtile.UserError, match="Unsloth's own tiled MLP already runs LlamaMLP"):
             call()
     seqtile.apply(model, blocks="none", loss="tiled")
 
@@ -198,12 +198,12 @@ def test_models_are_proven_beside_unsloths_torch_getattr(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(("option", "words", "said"), [
-    ("arctic::", {}, "names no module"), ("arctic:2:mlp", {}, "expected"), ("auto::mlp", {}, "expected"),
+    ("arctic::", {}, "no module after its last colon"), ("arctic:2:mlp", {}, "expected"), ("auto::mlp", {}, "expected"),
     ("target:1:no,nor", {}, "'nor', which matches no module"),
-    ("target:a lot", {}, "is no memory in GB"), ("target:-1", {}, "is no memory in GB"),
-    ("target:nan", {}, "is no memory in GB"), ("target:0", {}, "is no memory in GB"),
-    ("target:1:", {}, "names no module"), ("4", {}, 'expected "arctic"'), ("0", {}, 'expected "arctic"'),
-    ("shards:0", {}, "is not a tile rule"), (4, {}, "got int"), ("target:0.0000001:ffn", {}, "give at least"),
+    ("target:a lot", {}, "expected GB above 0"), ("target:-1", {}, "expected GB above 0"),
+    ("target:nan", {}, "expected GB above 0"), ("target:0", {}, "expected GB above 0"),
+    ("target:1:", {}, "no module after its last colon"), ("4", {}, 'expected "arctic"'), ("0", {}, 'expected "arctic"'),
+    ("shards:0", {}, "is not a tile rule"), (4, {}, "of type int"), ("target:0.0000001:ffn", {}, "give at least"),
     ("target:1:ffn", {"modules": ["ffn"]}, "both name modules"), ("arctic", {"modules": ["attn"]}, "matches no module"),
     ("arctic", {"modules": []}, "names nothing"), ("arctic", {"modules": [nn.ReLU()]}, "a ReLU that is not in"),
     ("arctic", {"modules": ["visual"]}, "name visual.mlp"),
@@ -216,13 +216,13 @@ def test_wrong_options_are_refused(option: str, words: dict[str, object], said: 
 
 
 def test_two_sizes_are_refused() -> None:
-    with pytest.raises(seqtile.UserError, match="each size the tiles"):
+    with pytest.raises(seqtile.UserError, match="each set the tile size"):
         patch_mlp(Gated(), True, 1.0)
 
 
 @pytest.mark.parametrize(("words", "said"), [
-    ({"target_gb": "plenty"}, "target_gb='plenty': .* no memory in GB"), ({"target_gb": 0}, "target_gb=0: "),
-    ({"num_shards": 0}, "num_shards=0: expected"), ({"num_shards": 2.5}, "num_shards=2.5: expected"),
+    ({"target_gb": "plenty"}, "target_gb='plenty'.* GB above 0"), ({"target_gb": 0}, "target_gb=0, "),
+    ({"num_shards": 0}, "num_shards=0, expected"), ({"num_shards": 2.5}, "num_shards=2.5, expected"),
 ])  # fmt: skip
 def test_a_wrong_size_is_named_as_it_was_given(words: dict[str, object], said: str) -> None:
     with pytest.raises(seqtile.UserError, match=said):

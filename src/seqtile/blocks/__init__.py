@@ -1,1 +1,1 @@
-"""Blocks and layers that run in tiles: instances that stand in for modules."""
+"""Blocks and layers that run in tiles: instances that replace modules' forwards."""

@@ -1,4 +1,4 @@
-"""Which arguments of a call are split along tokens, and how a tile's arguments are put together."""
+"""Split a call's arguments along tokens, and assemble each tile's arguments."""
 
 from __future__ import annotations
 
@@ -103,9 +103,9 @@ class Places(SplitArguments):
                 self.split[name] = flat
             elif value.dim() > 1 and len(leading) > 1 and value.shape[0] == leading[0] > 1:
                 self.why_whole = (
-                    f"argument {name!r} has shape {tuple(value.shape)} beside hidden states {tuple(x.shape)}, neither "
-                    "one row per token nor the same for the whole batch; repeat it for every token, or call with "
-                    "batch 1"
+                    f"argument {name!r} has shape {tuple(value.shape)}, but hidden states have {tuple(x.shape)}: "
+                    "expected one row per token, or one for the whole batch; expand it to one row per token, or "
+                    "use batch 1"
                 )
 
     def rows(self, value: Tensor, flat: bool) -> Tensor:

@@ -191,7 +191,7 @@ class Installed(ForwardStandIn):
     """Whether torch.compile has compiled it, without the parts in :attr:`left_out_compiled`."""
 
     left_out_compiled = (
-        "where torch.compile compiles a tiled block, PyTorch's checkpoint per tile runs in place of the fused operator"
+        "under torch.compile, tiled blocks use PyTorch's checkpoint per tile instead of the fused operator"
     )
     """For the report."""
 
@@ -267,16 +267,16 @@ class Installed(ForwardStandIn):
             refuse_trace()
         x, keep = tensors[0], self.setting.keep
         if x.is_nested:
-            return self._run_untiled("it was called with a nested tensor, which has no rows to cut", untiled)
+            return self._run_untiled("its input is a nested tensor, which cannot be cut into tiles", untiled)
         if transform_level() is not None or in_forward_mode():
-            why = "a transform of torch.func or forward-mode derivatives run, which tiles do not carry"
+            why = "torch.func transforms and forward-mode derivatives do not support tiles"
             return self._run_untiled(why, untiled)
         verdict = self.verdict(chain, mode or mode_of(tensors))
         if verdict.refusal:
             return self._run_untiled(verdict.refusal, untiled)
         operands = verdict.operands(self.setting, x, lanes, computed, self.fuses_norms)
         if operands.not_fused and self.falls_back and self.is_news(operands.not_fused):
-            logger.warning("%s now runs the generic operator: %s", self.setting.name, operands.not_fused)
+            logger.warning("%s switched to the generic operator: %s", self.setting.name, operands.not_fused)
         tokens = x.shape[:-1].numel()
         sizes = self.setting.rule.tile_sizes(tokens, operands.shape)
         self.most_tiles, self.most_tokens = max(self.most_tiles, len(sizes)), max(self.most_tokens, tokens)
@@ -320,7 +320,7 @@ class Installed(ForwardStandIn):
         if proof.why_not and (proof.refuted or not setting.trusted):
             refusal = proof.why_untiled(setting.name)
         if argument := _argument_per_sequence(modules):
-            refusal = f"PEFT hands its adapters one entry per sequence ({argument}), which tiles do not keep"
+            refusal = f"PEFT passes its adapters one entry per sequence ({argument}), which tiles do not support"
         verdict = self._verdicts[mode] = Verdict(chain, proof, snapshot, refusal)
         return verdict
 
@@ -381,7 +381,7 @@ class Installed(ForwardStandIn):
         # The compiler guards what the block's own code reads, so a change there recompiles, and leads here again.
         setting = self.setting
         if not setting.experts and (len(kinds) > 1 or has_settings):
-            refusal = "torch.compile calls it with more than hidden states, for which it is not proven"
+            refusal = "torch.compile calls it with more than hidden states, which its trace does not cover"
         else:
             (dim, dtype), *_ = kinds
             axes: tuple[int | str, ...] = _AXES.get(dim) or ("b",) * (dim - 1)
@@ -432,8 +432,8 @@ def installed_forwards(model: nn.Module) -> list[Installed]:
 
 
 _NO_SOURCE = (
-    "torch.export and torch.jit.script read a block's source, and a tiled block has none of its own; give them the "
-    "untiled model, seqtile.undo(model) first and seqtile.apply again afterwards, or export a module around the block"
+    "torch.export and torch.jit.script read a module's source, which a tiled block does not have; call "
+    "seqtile.undo(model) first and seqtile.apply afterwards, or export a module around the block"
 )
 
 

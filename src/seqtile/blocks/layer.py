@@ -150,7 +150,7 @@ class Members:
         return self.refuse()
 
     def _step(self, name: str) -> Any:
-        """Return the placeholder that ``name`` hands on; after the last member, the computed result."""
+        """Return the placeholder that ``name`` passes on; after the last member, the computed result."""
         context = (torch.is_grad_enabled(), *map(torch.is_autocast_enabled, device_types()))
         self.context = self.context or context
         if name != self.events[self.at] or context != self.context:
@@ -169,8 +169,8 @@ class Members:
     def refuse(self) -> Any:
         names = [name for name in self.events if name != "+"]
         raise RuntimeError(
-            f"{self.owner}: its forward now calls {', '.join(names)} in another way than when seqtile traced it; call "
-            "seqtile.apply again, or with blocks='mlp'"
+            f"{self.owner}: its forward now calls {', '.join(names)} differently than when seqtile traced it; call "
+            "seqtile.apply again, or use blocks='mlp'"
         )
 
     def check_end(self, results: Any) -> None:
@@ -258,7 +258,7 @@ class TiledLayer(Installed):
 
     _watched = False
 
-    left_out_compiled = "norms and dropouts beside a tiled block run whole where torch.compile compiles their layer"
+    left_out_compiled = "under torch.compile, norms and dropouts beside a tiled block run untiled"
 
     def note(self) -> str:
         return f"tile={self.setting.rule} over {', '.join(self.names)}"
@@ -299,7 +299,7 @@ class TiledLayer(Installed):
     def _why_apart(self, layer: nn.Module) -> str:
         """Why the members cannot run in one tile now, or ""."""
         if _forward_code(layer) is not self._code:
-            return "its forward is another than seqtile read"
+            return "its forward differs from the one that seqtile read"
         fsdp1, hooked = wrapper(), []
         for name in self.names:
             member = getattr(layer, name)

@@ -151,7 +151,7 @@ def find_norms(
         if proof.norm is not None:
             norms.append(Rows(name, module, *width, *width))
         elif proof.custom or width == (hidden,):  # a norm with a gate is another function
-            why = f"{proof.why_not or OTHER_FORMULA}, and runs as it is"
+            why = f"{proof.why_not or OTHER_FORMULA}; not changed"
             left.append(Left(name, class_name, why, bool(proof.why_not) and not proof.refuted, proof.custom))
     return norms, left
 

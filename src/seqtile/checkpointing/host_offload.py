@@ -1,4 +1,4 @@
-"""Tensors that wait for the backward in host memory.
+"""Offload saved tensors to host memory until backward.
 
 On an accelerator copies run on one stream of their own, to and from a pool of pinned chunks of one size, which later
 steps of any length use again: PyTorch's own pinned blocks are rounded up to powers of two, nearly twice the bytes at
@@ -100,7 +100,7 @@ class ChunkPool:
             except RuntimeError as error:
                 self.full = True
                 logger.warning(
-                    "offload: the host gives no more than %.3g GiB of pinned memory, the rest stays on the device (%s)",
+                    "offload: the host provides only %.3g GiB of pinned memory; the rest stays on the device (%s)",
                     self.capacity / 2**30, str(error).splitlines()[0],
                 )  # fmt: skip
                 return False
@@ -370,9 +370,10 @@ class HostMemory:
         budget = free // ranks + pinned
         if free and whole > budget:
             raise UserError(
-                f"offload would put {count} layer inputs of {each / 2**30:.3g} GiB on the host, {whole / 2**30:.3g} "
-                f"GiB in all, but {budget / 2**30:.3g} GiB are free on this host for each of its {ranks} ranks; use "
-                f"shorter sequences, more ranks per sequence, or a part only: offload='{budget // 2**20}MiB'"
+                f"offload needs {whole / 2**30:.3g} GiB of host memory ({count} layer inputs of "
+                f"{each / 2**30:.3g} GiB), but each of the {ranks} ranks on this host has {budget / 2**30:.3g} "
+                "GiB; use shorter sequences, more ranks per sequence, or offload a part: "
+                f"offload='{budget // 2**20}MiB'"
             )
         self._checked = each
 

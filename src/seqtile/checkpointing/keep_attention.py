@@ -1,4 +1,4 @@
-"""Selective activation checkpointing: attention's output is kept, the cheap rest is computed again.
+"""Selective activation checkpointing: save attention's output, recompute the rest.
 
 Past 128K tokens the second attention forward of a plain activation checkpoint costs a sixth of the step and more; its
 output and log-sum-exp are one hidden state and 4 bytes per head and token. Kept are the results of PyTorch's fused
@@ -47,14 +47,14 @@ def wide_heads(config: Any) -> str:
     width = largest_of_layers(config.get_text_config(), "head_dim") if hasattr(config, "get_text_config") else None
     if not isinstance(width, int) or width <= WIDEST_FLASH_HEAD:
         return ""
-    effect = "SDPA repeats keys and values for every query head, for its memory-efficient kernel"
+    effect = "SDPA repeats keys and values for every query head for its memory-efficient kernel"
     if sdpa_shares_keys(width):
         effect = (
             "SDPA computes layers with fewer key-value heads by plain products, with a [tokens, tokens] matrix per "
-            f"head, in this transformers; take {SEEN['transformers']} "
+            f"head, in this version of transformers; use {SEEN['transformers']} "
             "(https://github.com/huggingface/transformers/pull/46960)"
         )
-    return f"heads of {width}: flash kernels take {WIDEST_FLASH_HEAD} at most, and {effect}"
+    return f"heads of size {width}: flash kernels support at most {WIDEST_FLASH_HEAD}, and {effect}"
 
 
 def kept_per_token(text_config: Any, itemsize: int, hidden: int = 0) -> int:

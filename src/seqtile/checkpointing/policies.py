@@ -1,4 +1,4 @@
-"""Change what the activation checkpoints of one model keep, and where; undo it.
+"""Change what a model's activation checkpoints save, and where; undo it.
 
 Transformers' models, their trainers, TRL and PEFT all switch checkpointing on through one method of the model
 instance, ``_set_gradient_checkpointing``. An object in its place changes the checkpoint function on the way to the
@@ -62,20 +62,20 @@ def check_checkpointing(model: nn.Module, policy: str | None, offload: bool | in
     models = find_checkpointed(model)
     if not models:
         raise UserError(
-            f"{type(model).__name__} holds no model of transformers with activation checkpointing; leave checkpoint "
-            "and offload out"
+            f"{type(model).__name__} has no transformers model with activation checkpointing; drop checkpoint and "
+            "offload"
         )
     chosen = [module for _, module in split_frozen(models)[0]]
     plain = next((module for module in chosen if attention_kind(module) == "eager"), None)
     if policy == "attention-saved" and plain is not None:
         if not attention_is_exchangeable(type(plain)):
             raise UserError(
-                "checkpoint='attention-saved' keeps the output of an attention kernel, but this model has no attention "
-                "or code of its own for it; use checkpoint='layer'"
+                "checkpoint='attention-saved' saves the output of an attention kernel, but this model has no "
+                "attention layers or computes attention in its own code; use checkpoint='layer'"
             )
         raise UserError(
-            "checkpoint='attention-saved' keeps the output of an attention kernel, but this model computes attention "
-            "by plain products (attn_implementation='eager'); load it with attn_implementation='sdpa'"
+            "checkpoint='attention-saved' needs an attention kernel, got attn_implementation='eager'; load the "
+            "model with attn_implementation='sdpa'"
         )
 
 
@@ -83,7 +83,7 @@ def install_checkpointing(model: nn.Module, policy: str | None, offload: bool | 
     """Apply ``policy`` to the activation checkpoints of ``model``; switches checkpointing on if it is off.
 
     Returns:
-        What was done, in words.
+        A description of the change.
     """
     chosen, frozen = split_frozen(find_checkpointed(model))
     for _, module in chosen:
@@ -179,18 +179,16 @@ class Checkpointing(Watched):
         keywords = dict(getattr(function, "keywords", {}))
         base = getattr(function, "func", function)
         if self.offload and base is not checkpoint:
-            raise UserError(
-                "both seqtile's offload and the offload of gradient_checkpointing_kwargs are on; drop one of them"
-            )
+            raise UserError("both seqtile's offload and gradient_checkpointing_kwargs' offload are on; drop one")
         if self.attention is not None:
             if keywords.get("use_reentrant"):
                 raise UserError(
-                    "checkpoint='attention-saved' needs the non-reentrant activation checkpoint, got "
-                    "use_reentrant=True; pass use_reentrant=False"
+                    "checkpoint='attention-saved' needs non-reentrant activation checkpointing, got "
+                    "use_reentrant=True; use use_reentrant=False"
                 )
             keywords["use_reentrant"] = False
             if "context_fn" in keywords:
-                self.warn("another library's context_fn (TRL's 'selective') decides what a checkpoint keeps")
+                self.warn("another library's context_fn (TRL's 'selective') decides what checkpoints save")
             else:
                 keywords["context_fn"] = self.attention
         if "context_fn" in keywords and base is checkpoint:
@@ -275,28 +273,28 @@ class Checkpointing(Watched):
         """For the report."""
         phrases = []
         if self.attention is not None:
-            phrases.append("attention's output kept, not recomputed")
+            phrases.append("attention's output saved, not recomputed")
         if self.offload:
-            phrases.append("layer inputs on the host" + (", attention's output too" if self.attention else ""))
-        return "; ".join(phrases) or "plain activation checkpoints"
+            phrases.append("layer inputs on the host" + (", and attention's output" if self.attention else ""))
+        return "; ".join(phrases) or "plain activation checkpointing"
 
     def without_effect(self) -> str:
         saved, names = self.attention, [f"checkpoint={self.policy!r}"] + ["offload"] * self.offload
         if not self.calls:
-            why = "no layer calls an activation checkpoint" if is_on(self.module) else "checkpoints are switched off"
+            why = "no layer calls an activation checkpoint" if is_on(self.module) else "checkpointing is switched off"
             return (
-                f"{' and '.join(names)} did nothing in the first training step of {type(self.module).__name__}: {why}"
+                f"{' and '.join(names)} had no effect in the first training step of {type(self.module).__name__}: {why}"
             )
         if saved is not None and saved.calls and not saved.saved:
             return (
-                "attention-saved has found no attention kernel in the layers: nothing was kept, all is recomputed; "
-                "load the model with attn_implementation='sdpa' or a FlashAttention"
+                "checkpoint='attention-saved' found no attention kernel in the layers, so nothing was saved; load "
+                "the model with attn_implementation='sdpa' or FlashAttention"
             )
         if self.host is not None and not self.host.ever_parked:
-            return "offload parked nothing in the first training step: " + (
-                f"offload='{self.host.budget}B' has no room for a layer's input"
+            return "offload moved nothing in the first training step: " + (
+                f"offload='{self.host.budget}B' is smaller than one layer's input"
                 if self.host.budget
-                else "the layers' checkpoints take no hidden states"
+                else "the layers' checkpoints have no hidden states"
             )
         return ""
 

@@ -83,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Typer makes an exit of Ctrl-C, and says nothing.
         cause = getattr(error.__context__, "__cause__", None) if isinstance(error, SystemExit) else error
         if isinstance(error, KeyboardInterrupt) or isinstance(cause, KeyboardInterrupt):
-            print("seqtile: interrupted; nothing more was saved", file=sys.stderr)
+            print("seqtile: interrupted; nothing else was saved", file=sys.stderr)
             return 128 + getattr(cause, "number", signal.SIGINT)
         return error.code if isinstance(error.code, int) else int(error.code is not None)
     except Exception as error:

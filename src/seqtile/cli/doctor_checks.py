@@ -1,4 +1,4 @@
-"""What ``seqtile doctor`` runs on the machine at hand: a step of a tiny model per feature, beside the untiled one."""
+"""Checks of ``seqtile doctor``: a step of a tiny model per feature, compared with the untiled one."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class FeatureResult:
     Attributes:
         name: one of :data:`FEATURES`.
         problem: what is wrong, or "".
-        effect: what it did, in words.
+        effect: description of what it did.
     """
 
     name: str
@@ -57,7 +57,7 @@ class FeatureResult:
     effect: str = ""
 
     def __str__(self) -> str:
-        return self.problem or f"right: {self.effect}, gradients as exact as untiled"
+        return self.problem or f"ok: {self.effect}, gradients as accurate as untiled"
 
 
 def run_features(device: torch.device) -> Iterator[FeatureResult]:
@@ -106,7 +106,7 @@ def _tiny_lfm2() -> Any:
 
 
 def _prepared(name: str, model: Any) -> Any:
-    """The model as the feature's library hands it to a trainer."""
+    """The model as the feature's library passes it to a trainer."""
     if name == "LoRA adapters":
         from peft import LoraConfig, inject_adapter_in_model
 
@@ -129,7 +129,7 @@ def _run_feature(name: str, options: dict[str, Any], model: Any, ids: Tensor) ->
     gradients, bytes_on_host = _step_gradients(model, ids)
     effect = {
         "offload": f"{bytes_on_host / 1024:,.0f} KiB on the host" if bytes_on_host else "",
-        "compiled block": "the tiles of an MLP in a graph of torch.compile"
+        "compiled block": "a tiled MLP inside torch.compile"
         if any(forward.compiled for forward in installed_forwards(model))
         else "",
         "head-wise attention": "a pass per head" if report.heads else "",
@@ -139,13 +139,13 @@ def _run_feature(name: str, options: dict[str, Any], model: Any, ids: Tensor) ->
         else "",
     }.get(name, f"{report.tiled} MLPs in tiles of 64 tokens" if report.tiled == LAYERS else "")
     if not effect:
-        return FeatureResult(name, f"wrong: it did nothing ({report})")
+        return FeatureResult(name, f"FAILED: had no effect ({report})")
     for weight, untiled in expected.items():
         compared = difference(weight, untiled, gradients.get(weight), truth[weight], untiled.dtype)
         untiled_error, tiled_error = compared.untiled_error, compared.tiled_error
         if compared.problem or untiled_error is None or tiled_error is None or tiled_error > 2 * untiled_error + 1e-5:
-            problem = compared.problem or f"is off by {tiled_error:.1e}, untiled by {untiled_error:.1e}"
-            return FeatureResult(name, f"wrong: the gradient of {weight} {problem}")
+            problem = compared.problem or f"has error {tiled_error:.1e}, untiled {untiled_error:.1e}"
+            return FeatureResult(name, f"FAILED: the gradient of {weight} {problem}")
     return FeatureResult(name, "", effect)
 
 

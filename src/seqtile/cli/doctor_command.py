@@ -90,7 +90,7 @@ def _run_features() -> list[FeatureResult]:
     from seqtile.cli.doctor_checks import run_features
 
     device = accelerator() or torch.device("cpu")
-    print(f"A step of a tiny model on {device.type}, beside the untiled one:")
+    print(f"One training step of a tiny model on {device.type}, compared with untiled:")
     results = []
     with log_level("seqtile", logging.ERROR), log_level("transformers", logging.ERROR):
         for result in run_features(device):
@@ -109,7 +109,7 @@ def _show_compat() -> None:
         version = _compat.installed(library)
         line = f"{library} {version}" if version else f"{library} is not installed"
         right = [result.name for result in results if FEATURES[result.name].library == library and not result.problem]
-        print(f"{line}; tested {lowest} to {highest}{'; right here: ' if right else ''}{', '.join(right)}")
+        print(f"{line}; tested {lowest} to {highest}{'; ok here: ' if right else ''}{', '.join(right)}")
     if _compat.untested():
         print(_compat.untested().partition(";")[0])
     if any(result.problem for result in results):
@@ -141,13 +141,13 @@ def _show_axolotl(file: Path) -> None:
         wrong.append(f"plugins: {plugins!r}: got {type(plugins).__name__}, expected a list of names")
     elif AXOLOTL_PLUGIN not in plugins and not (loads_installed_plugins() and asks_for_seqtile(cfg)):
         if "seqtile" in cfg:
-            wrong.append(f"seqtile: is ignored by axolotl before 0.21 without a word: add {AXOLOTL_PLUGIN} to plugins:")
+            wrong.append(f"axolotl before 0.21 ignores seqtile: silently; add {AXOLOTL_PLUGIN} to plugins:")
         elif cfg.get("tiled_mlp"):
-            wrong.append(f"tiled_mlp: runs the own tiles of axolotl before 0.21: add {AXOLOTL_PLUGIN} to plugins:")
+            wrong.append(f"axolotl before 0.21 runs its own tiled MLP; add {AXOLOTL_PLUGIN} to plugins:")
         else:
-            wrong.append(f"nothing of seqtile runs: add {AXOLOTL_PLUGIN} to plugins:")
+            wrong.append(f"seqtile does not run; add {AXOLOTL_PLUGIN} to plugins:")
     if ours is not None and not isinstance(ours, dict):
-        wrong.append(f"seqtile: {ours!r}: got {type(ours).__name__}, expected keys and values below it")
+        wrong.append(f"seqtile: {ours!r}: got {type(ours).__name__}, expected a mapping")
     elif problem := unknown_settings(ours or {}):
         wrong.append(f"seqtile: {problem}")
     else:
@@ -159,11 +159,11 @@ def _show_axolotl(file: Path) -> None:
         print(line)
     if wrong:
         raise typer.Exit(1)
-    print(f"{file}: axolotl loads the plugin, and what stands under seqtile: is right")
+    print(f"{file}: axolotl loads the plugin and the keys under seqtile: are valid")
 
 
 def _device_lines() -> list[str]:
-    """One line per accelerator, or one that says there is none."""
+    """One line per accelerator, or one for the CPU."""
     import torch
 
     device = accelerator()

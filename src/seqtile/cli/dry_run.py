@@ -1,4 +1,4 @@
-"""``seqtile train --dry-run``: the settings, the first row as it will be trained, and the plan; nothing is written."""
+"""``seqtile train --dry-run``: print the settings, the first sample and the plan; write nothing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def dry_run(recipe: Recipe, progress: Any, nodes: int = 1) -> None:
 
     Args:
         recipe: resolved.
-        progress: is told what is being done.
+        progress: shows the stages.
         nodes: that the processes are on.
 
     Raises:
@@ -59,7 +59,9 @@ def dry_run(recipe: Recipe, progress: Any, nodes: int = 1) -> None:
         sample = row_set.sample
         console.print(f"\n{'Data' if name == 'train' else 'Evaluation data'}", style="bold")
         console.print(_describe_rows(data, name))
-        console.print(f"\nThe first row, {len(sample[0].ids):,} tokens; those between {OPEN} and {CLOSE} count:")
+        console.print(
+            f"\nFirst sample, {len(sample[0].ids):,} tokens; the loss covers those between {OPEN} and {CLOSE}:"
+        )
         console.print(marked(sample[0], tokenizer))
     console.print("\nPlan", style="bold")
     if isinstance(plan, str):
@@ -72,7 +74,7 @@ def dry_run(recipe: Recipe, progress: Any, nodes: int = 1) -> None:
             planner, estimate, longest, limit, as_json=False, reasons=False, recipe_file=None, plot_file=None,
             max_length=recipe.max_length, saving=saving, better=lambda: None, by_split=dict,
         )  # fmt: skip
-    console.print("\nNothing was written and no weight was loaded: this was --dry-run.")
+    console.print("\nDry run: nothing was written and no weights were loaded.")
 
 
 def _settings(recipe: Recipe) -> dict[str, Any]:
@@ -98,7 +100,7 @@ def _describe_rows(data: Data, name: str) -> str:
         left_out=row_set.left_out, trains_prompts=row_set.row_format.trains_prompts,
     )  # fmt: skip
     count = "as they come" if name == "train" and data.stream else f"{len(row_set.rows):,} rows"
-    return f"{row_set.source.dataset}: {count}; looked at: {summary}{row_set.row_format.advice}"
+    return f"{row_set.source.dataset}: {count}; sampled: {summary}{row_set.row_format.advice}"
 
 
 def marked(row: Tokens, tokenizer: Any) -> Text:
@@ -117,7 +119,7 @@ def marked(row: Tokens, tokenizer: Any) -> Text:
 
 
 def _plan_or_reason(recipe: Recipe, nodes: int) -> Any:
-    """The plan of a step, or why there is none."""
+    """Describe the plan of a step, or why it failed."""
     from seqtile.planner.memory_plan import plan
     from seqtile.train.fit import request_of
 
@@ -125,5 +127,5 @@ def _plan_or_reason(recipe: Recipe, nodes: int) -> Any:
         return plan(request_of(recipe, nodes=nodes), recipe.max_length)
     except UserError as error:
         return f"none: {error}"
-    except Exception as error:  # noqa: BLE001 - nobody asked for a plan: a model that it cannot read trains all the same
+    except Exception as error:  # noqa: BLE001 - the plan is optional: a model that cannot be planned trains all the same
         return f"none: {type(error).__name__}: {error}"

@@ -71,23 +71,21 @@ def _parameter(name: str, show_default: bool, default: Any, suffix: str, hidden:
     elif number:
         default = f"{default:g}"
     elif how.flag is not None and not isinstance(default, how.flag):
-        default = None  # a word, which a flag of another type stands for by being left out
+        default = None  # a word as default of a numeric flag: leaving the flag out means it
     metavar = how.metavar or "VALUE"
     option = typer.Option(default, help=f"{how.help}{suffix}.", metavar=metavar, min=how.least, hidden=hidden)
     return inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=option, annotation=flag_kind)
 
 
 def options_of(flags: Mapping[str, Any]) -> TilingOptions:
-    """The record that a command's flags ask for; ``--tile none`` leaves the blocks untiled.
+    """The options of a command's flags; ``--tile none`` leaves the blocks untiled.
 
     Raises:
-        UserError: a value is none of its flag's.
+        UserError: an invalid value.
     """
     values = {name: from_flag(name, value) for name, value in flags.items()}
     if values.get("tile") == "none":
         if values.get("blocks", "auto") != "auto":
-            raise UserError(
-                "blocks says what runs in tiles, and without tiling nothing does; drop --blocks or --tile none"
-            )
+            raise UserError("got --blocks with --tile none, which tiles nothing; drop --blocks or --tile none")
         values.update(tile=DEFAULTS["tile"], blocks="none")
     return TilingOptions(**values)

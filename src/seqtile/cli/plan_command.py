@@ -87,7 +87,7 @@ def command(
     from seqtile.planner.model_shapes import is_masked_lm, read_config
     from seqtile.planner.names import check_names, split_offload
 
-    # All that names, numbers and paths can have wrong comes first: what runs the step takes seconds to import.
+    # Names, numbers and paths are checked first: importing what runs the step takes seconds.
     if full and (lora is not None or qlora):
         raise UserError("got --full with --lora or --qlora; use one")
     if max_length is not None and max_length < 2:
@@ -150,7 +150,7 @@ def command(
                     "train the encoder with transformers' Trainer after seqtile.apply"
                 )
             if policy is None:
-                tiling = replace(tiling, loss=None)  # the default is of causal language models; the notes say so
+                tiling = replace(tiling, loss=None)  # the default is for causal language models
         request = Request(
             model=model, config=config, device=target, gpus=gpus, host_memory=of_the_host, engine=engine,
             sp_size=sp_size, cp_size=cp_size, lora=adapters, qlora=qlora, optimizer=optimizer, precision=dtype,
@@ -230,7 +230,7 @@ def _size_of(count: int | None, size: str | None, tokens: int | None) -> tuple[i
 def _policy_of(
     options: Mapping[str, Any], group: int | None, reference: bool, generator: str | None, memory: str | None
 ) -> dict[str, Any] | None:
-    """What the flags of a step of GRPO ask for; None for a supervised step."""
+    """Parse the flags of GRPO; None for a supervised step."""
     from seqtile.planner.names import GENERATORS
 
     grpo_flags = {"--group-size": group, "--reference": reference or None, "--generator": generator,
@@ -254,7 +254,7 @@ def _policy_of(
 
 
 def generator_fraction(text: str | None) -> float | None:
-    """What ``--generator-memory`` gives: a fraction of the device's memory, or bytes where it is above 1."""
+    """Parse ``--generator-memory``: a fraction of the device's memory, or bytes above 1."""
     from seqtile.tiling import parse_bytes
 
     if text is None:
@@ -274,7 +274,7 @@ def generator_fraction(text: str | None) -> float | None:
 
 
 def parse_adapters(text: str) -> Lora:
-    """The adapters that ``--lora`` gives, as ``seqtile train`` takes them."""
+    """Parse ``--lora`` as ``seqtile train`` does."""
     from pydantic import ValidationError
 
     from seqtile.train.recipe import LoraRecipe, parse_lora
@@ -289,7 +289,7 @@ def parse_adapters(text: str) -> Lora:
 
 
 def refuse_unreachable(model: str) -> None:
-    """Refuse a model that is not here and that the Hub cannot be asked for, before it is tried many times over.
+    """Refuse a model that is neither local nor reachable on the Hub, before libraries retry many times.
 
     Raises:
         UserError: with what would do.
@@ -305,14 +305,14 @@ def refuse_unreachable(model: str) -> None:
 
 
 def read_adapters(*, full: bool, lora: str | None) -> Lora | None:
-    """What ``--full`` and ``--lora`` ask for: adapters, or None to train every weight."""
+    """Parse ``--full`` and ``--lora``: adapters, or None to train every weight."""
     if full and lora is not None:
         raise UserError("got both --full and --lora; use one")
     return None if lora is None else parse_adapters(lora)
 
 
 def host_bytes(text: str | None) -> int | None:
-    """The bytes that ``--host-memory`` gives."""
+    """Parse ``--host-memory`` into bytes."""
     from seqtile.tiling import parse_bytes
 
     if text is None:

@@ -1,4 +1,4 @@
-"""What ``seqtile plan`` prints, writes and draws."""
+"""Output of ``seqtile plan``: tables, JSON, recipe and plot."""
 
 from __future__ import annotations
 
@@ -225,5 +225,5 @@ def _write_recipe(chosen: dict[str, Any], lacks: list[str], path: Path) -> None:
     header = "# Chosen by seqtile plan; run it with: seqtile train --recipe THIS_FILE --dataset FILE_OR_ID\n"
     if chosen["model"] in NAMED:
         header += "# 'model' names a shape only: put the path or Hub id of your model there\n"
-    header += "".join(f"# set by yourself: {setting}\n" for setting in lacks)
+    header += "".join(f"# not set by this recipe: {setting}\n" for setting in lacks)
     path.write_text(header + yaml.safe_dump(chosen, sort_keys=False), encoding="utf-8")

@@ -122,14 +122,14 @@ def _show(probed: object, plot: str) -> None:
         return made
 
     for side in probed.sides:
-        title = f"One {side.name} step of {probed.tokens:,} tokens on {probed.device_type}, {how}"
+        title = f"One {side.name} step of {probed.tokens:,} tokens on {probed.device_type} ({how})"
         phases = table(title, "MiB at the peak")
         for name in PHASES:
             phases.add_row(name, *_row(side.peaks[name], side.planned[name]))
         console.print(phases)
     first = probed.sides[0]
     peak_phase = first.peak_at.named(probed.layers)
-    terms = table(f"Tiled, the tensors at the plan's peak ({peak_phase})", "MiB")
+    terms = table(f"Tiled: tensors at the plan's peak ({peak_phase})", "MiB")
     for name, (measured, planned) in sorted(first.terms.items(), key=lambda item: -item[1][1]):
         if max(measured, planned) >= 2**10:
             terms.add_row(name, *_row(measured, planned))
@@ -139,16 +139,16 @@ def _show(probed: object, plot: str) -> None:
         console.print(f"Tiled peak {first.peak / 2**20:,.1f} MiB, {first.peak / untiled:.0%} of untiled.")
     console.print(f"Blocks: {first.ran}.")
     measured, planned = first.terms[first.worst]
-    off = f"furthest off there: {first.worst}, {(planned - measured) / 2**20:+,.2f} MiB"
+    off = f"largest difference at the peak: {first.worst}, {(planned - measured) / 2**20:+,.2f} MiB"
     if abs(planned - measured) < 2**13:
-        off = "no term is off there"
+        off = "no term differs at the peak"
     if abs(first.error) <= 0.01:
-        console.print(f"The plan's peak is within 1 % ({first.error:+.2%}); {off}.")
+        console.print(f"The planned peak is within 1% ({first.error:+.2%}); {off}.")
     else:
         worst = max(PHASES, key=lambda name: abs(first.planned[name] - first.peaks[name]))
         gap = first.planned[worst] - first.peaks[worst]
         console.print(
-            f"The plan's peak is {first.error:+.1%} off, most of it in the {worst}: {gap / 2**20:+,.1f} MiB; {off}."
+            f"The planned peak is off by {first.error:+.1%}, most of it in the {worst}: {gap / 2**20:+,.1f} MiB; {off}."
         )
     for note in probed.notes:
         console.print(f"Note: {note}.")

@@ -1,4 +1,4 @@
-"""What ``seqtile train`` shows: what it is doing, its steps, one table at the end."""
+"""Terminal output of ``seqtile train``: status, steps, and a table at the end."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class Progress:
 
 
 def described(values: dict[str, Any]) -> list[str]:
-    """A record in words, the most important first."""
+    """Format a record, the most important values first."""
     forms = {
         "loss": "loss {:.4f}", "eval_loss": "eval loss {:.4f}", "learning_rate": "lr {:.1e}",
         "grad_norm": "grad norm {:.3g}", "tokens_per_s": "{:,.0f} tokens/s",
@@ -197,8 +197,8 @@ def _lines(outcome: Outcome, comparison: Comparison | None) -> list[tuple[str, s
     recipe = outcome.recipe
     lines = []
     if recipe.engine != "single":
-        split = f", {recipe.split} of them to a sequence" if recipe.split > 1 else ""
-        engine = f"{recipe.engine}, {recipe.nproc} processes{split}; seconds and memory are the first one's"
+        split = f", {recipe.split} per sequence" if recipe.split > 1 else ""
+        engine = f"{recipe.engine}, {recipe.nproc} processes{split}; time and memory of rank 0"
         lines.append(("engine", engine))
     lines += [("data", str(summary)) for name, summary in outcome.data.items() if name == "train"]
     lines += [("eval", str(summary)) for name, summary in outcome.data.items() if name == "eval"]
@@ -208,13 +208,15 @@ def _lines(outcome: Outcome, comparison: Comparison | None) -> list[tuple[str, s
         lines.append(("tiled", f"{outcome.tiling}; {outcome.ran}"))
     if comparison is not None:
         tiled, untiled = comparison.tiled, comparison.untiled
-        lines.append(("peak", f"tiled in {tiled.peak_phase}; untiled in {untiled.peak_phase}"))
+        lines.append(("peak", f"tiled: {tiled.peak_phase}; untiled: {untiled.peak_phase}"))
         lines.append(("measured", comparison.how))
         lines += [("note", note) for note in comparison.notes]
     if outcome.losses:
         first, last = outcome.losses[0][1], outcome.losses[-5:]
         mean = sum(loss for _, loss in last) / len(last)
-        lines.append(("loss", f"{first:.3f} at first, {mean:.3f} over the last {len(last)} of {outcome.step} steps"))
+        lines.append(
+            ("loss", f"{first:.3f} at step 1, {mean:.3f} mean of the last {len(last)} of {outcome.step} steps")
+        )
     if outcome.best is not None:
         named = f"evaluation {outcome.best_metric.replace('_', ' ')} {outcome.best[1]:.4f}"
         lines.append(("best", f"{named} at step {outcome.best[0]}"))
@@ -234,8 +236,8 @@ def print_stopped(outcome: Outcome) -> None:
     directory = shlex.quote(str(outcome.recipe.output))
     console = Console(stderr=True)
     console.print(
-        f"stopped after step {outcome.step}; checkpoint saved in {outcome.output}\n"
-        f"continue with: seqtile train --resume --output {directory}",
+        f"stopped after step {outcome.step}; checkpoint saved in {outcome.output}\nresume with: seqtile train "
+        f"--resume --output {directory}",
         highlight=False,
         soft_wrap=True,
     )

@@ -117,12 +117,12 @@ def command(
     if launched:
         for flag, value in (("--nodes", nodes), ("--node-rank", node_rank), ("--rendezvous", rendezvous)):
             if value is not None:
-                raise UserError(f"a launcher started this process, and says itself which nodes there are; drop {flag}")
+                raise UserError(f"got {flag} under a launcher, which sets the nodes itself; drop {flag}")
     of_nodes = None if launched else find_nodes(nodes, node_rank, rendezvous)
     if of_nodes is not None:  # before torch is imported: of a lost connection its store writes stacks
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     elif wait_nodes:
-        raise UserError(f"got --wait-nodes {wait_nodes:g} of one node, which waits for none; drop it")
+        raise UserError(f"got --wait-nodes {wait_nodes:g} with a single node; drop it")
     trainer_flags = {
         "warmup_steps": warmup_steps,
         "lr_scheduler_type": lr_scheduler_type,
@@ -169,18 +169,18 @@ def command(
     flags: dict[str, Any] = {key: value for key, value in settings.items() if value is not None}
     values = recipes.read_recipe(recipe) if recipe else {}
     if resume and overwrite:
-        raise UserError("--resume continues a run and --overwrite replaces it; give one of the two")
+        raise UserError("got both --resume and --overwrite; use one")
     if resume_from and not resume:
-        raise UserError(f"--from-checkpoint {resume_from!r} is where --resume continues; give --resume too")
+        raise UserError(f"--from-checkpoint {resume_from!r} needs --resume")
     if trust_checkpoint and not resume:
-        raise UserError("--trust-checkpoint is about the checkpoint that --resume continues; give --resume too")
+        raise UserError("--trust-checkpoint needs --resume")
     chosen, notes = resumed_recipe(values, flags) if resume else recipes.build_recipe(values, flags)
     require_packages()
     how: dict[str, Any] = {"resume": resume, "resume_from": resume_from, "overwrite": overwrite,
                            "trust_checkpoint": trust_checkpoint}  # fmt: skip
     if of_nodes is not None and chosen.engine == "single":
         raise UserError(
-            f"engine 'single' is one process, got {of_nodes.count} nodes; give --engine ddp, fsdp2, zero2 or zero3"
+            f"engine 'single' is one process, got {of_nodes.count} nodes; use --engine ddp, fsdp2, zero2 or zero3"
         )
     check_early(recipes.resolve(chosen))
     if not resume and not dry:
@@ -200,8 +200,8 @@ def command(
         return
     if launched and chosen.on_oom == "retry" and chosen.engine != "single":
         raise UserError(
-            "--on-oom retry starts the processes again, which a launcher of your own does not let it; start them with "
-            f"seqtile train --engine {chosen.engine}, or drop it"
+            "--on-oom retry restarts the processes, which an external launcher does not allow; use seqtile train "
+            f"--engine {chosen.engine}, or drop it"
         )
     with handle_signals(stop_signals(), stop_at_once):
         if chosen.engine != "single" and not launched:
@@ -225,14 +225,14 @@ def offload_keys(text: str) -> dict[str, Any]:
     from seqtile.tiling import parse_bytes
 
     on_host, names = split_offload(text)
-    sizes = [name for name in names if parse_bytes(name)]
+    sizes = [name for name in names if parse_bytes(name) and name[-1].isalpha()]
     engine_offload = [name for name in names if name not in sizes]
     if text.strip().lower() == "false":
         return {"offload": False}
     if len(sizes) > 1 or (sizes and on_host) or not {*engine_offload} <= {"optimizer", "weights"}:
         raise UserError(
-            f"got --offload {text!r}, expected true or a size such as 64GB for checkpoints, and optimizer or weights "
-            "for the engine, joined by commas"
+            f"got --offload {text!r}, expected checkpoints (or a size for them, such as 64GB), optimizer and "
+            "weights, joined by commas"
         )
     keys: dict[str, Any] = {"offload": sizes[0] if sizes else True} if sizes or on_host else {}
     return {**keys, **({"engine_offload": engine_offload} if engine_offload else {})}

@@ -1,4 +1,4 @@
-"""What the command line's parser refuses, in one sentence like everything else: got, expected, what to do."""
+"""Turn the command-line parser's errors into one sentence: got, expected, what to do."""
 
 from __future__ import annotations
 
@@ -15,35 +15,6 @@ from seqtile._errors import UserError
 
 # The parser is click's, or since typer 0.20 typer's own copy of it; either way this is where its errors come from.
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
-
-
-MEANT = {
-    "model": "model_name_or_path model_name model_id base_model pretrained_model",
-    "dataset": "data data_path data_file train_file train_data dataset_name dataset_path datasets",
-    "eval-dataset": "eval_data eval_file val_data validation_file test_file",
-    "max-length": "seq_len seq_length sequence_len sequence_length max_seq_length max_seq_len context_length "
-    "cutoff_len block_size model_max_length tokens",
-    "lora": "rank r lora_r lora_rank adapters peft use_lora use_peft",
-    "qlora": "load_in_4bit quantization bits 4bit nf4 bnb_4bit",
-    "offload": "cpu_offload activation_offloading host_offload offload_checkpoints",
-    "engine": "fsdp deepspeed zero strategy distributed",
-    "nproc": "gpus num_gpus n_gpus devices nproc_per_node num_processes world_size ranks",
-    "gpus": "nproc num_gpus n_gpus devices nproc_per_node num_processes world_size ranks",
-    "steps": "iters num_steps max_iters train_steps", "epochs": "num_epochs train_epochs",
-    "learning-rate": "lr peak_lr", "batch-size": "bs micro_batch_size batch train_batch_size",
-    "gradient-accumulation": "grad_accum grad_accumulation accumulate accumulation_steps gas",
-    "output": "out out_dir save_dir result", "recipe": "config yaml cfg", "resume": "continue restart resume_from",
-    "dry-run": "plan check preview", "overwrite": "force", "help-all": "all",
-    "attention": "attn flash_attn flash_attention attn_impl attention_implementation",
-    "optimizer": "opt", "checkpoint": "recompute checkpointing activation_checkpoint remat ac",
-    "tile": "tiles chunk chunks chunk_size tile_size num_tiles shards num_shards", "heads": "kv_heads head_groups",
-    "report-to": "wandb tracker logger", "sp-size": "ulysses sp sequence_parallel sequence_parallel_size",
-    "cp-size": "ring cp context_parallel context_parallel_size", "warmup-steps": "warmup warmup_ratio",
-    "lr-scheduler-type": "scheduler lr_scheduler schedule", "fit-memory": "memory device gpu_memory vram",
-    "device": "memory gpu accelerator vram gpu_memory", "host-memory": "ram cpu_memory host_ram",
-    "dtype": "precision bf16 fp16 torch_dtype mixed_precision",
-}  # fmt: skip
-"""What other programs call our flags; a command that has none of a name is not asked for it."""
 
 
 class OneSentence(TyperGroup):
@@ -89,7 +60,7 @@ def sentence(error: Any, arguments: Sequence[str]) -> str:
     if error_class == "NoSuchOption":
         return _unknown(str(flag), path, context)
     if error_class == "MissingParameter" and parameter is not None:
-        return f"{path} needs {parameter.opts[0]}; give it, {where}"
+        return f"{path} needs {parameter.opts[0]}; {where}"
     if error_class == "BadOptionUsage" and flag is not None:
         value = _value(flag, arguments)
         return f"{flag} takes no value, got {value!r}; {where}" if value else f"{flag} needs a value; {where}"
@@ -111,27 +82,27 @@ def _path(context: Any) -> list[str]:
 
 
 def _unknown(flag: str, path: str, context: Any) -> str:
-    """Of a flag that is none: where the setting is, or what it may have been meant for."""
-    from seqtile.train.recipe import NAMED_TRAINER_KEYS, recipe_keys
+    """Answer an unknown flag: where the setting is, or what it may have been meant for."""
+    from seqtile.train.recipe import NAMED_TRAINER_KEYS, OTHER_NAMES, recipe_keys
 
     name = flag.lstrip("-").replace("-", "_")
     lead = f"{path} has no flag {flag}"
     flags = [] if context is None else [flag for parameter in context.command.params for flag in parameter.opts]
     if path == "seqtile train" and name in recipe_keys():
-        return f"{lead}; it is a key of the recipe: write '{name}: VALUE' into a file, and give it with --recipe FILE"
-    meant = [f"--{ours}" for ours, names in MEANT.items() if name in names.split() and f"--{ours}" in flags]
+        return f"{lead}; it is a recipe key: put '{name}: VALUE' in a file and pass --recipe FILE"
+    meant = [f"--{ours}" for ours, names in OTHER_NAMES.items() if name in names.split() and f"--{ours}" in flags]
     if meant:
-        return f"{lead}; here it is called {' or '.join(meant)}"
+        return f"{lead}; use {' or '.join(meant)}"
     key = NAMED_TRAINER_KEYS.get(name, "").replace("_", "-")
     if path == "seqtile train" and key:
         key = key.removeprefix("--")
-        return f"{lead}; here it is called --{key}" if f"--{key}" in flags else f"{lead}; it is the recipe's {key!r}"
+        return f"{lead}; use --{key}" if f"--{key}" in flags else f"{lead}; use the recipe key {key!r}"
     close = difflib.get_close_matches(flag, flags, n=2, cutoff=0.75)
     if close:
         return f"{lead}; did you mean {' or '.join(close)}?"
     if path == "seqtile train":
         line = f"trainer: {{{name}: VALUE}}"
-        return f"{lead}; an argument of TRL's SFTConfig is written as '{line}' into a file, given with --recipe FILE"
+        return f"{lead}; to pass an argument of TRL's SFTConfig, put '{line}' in a file and pass --recipe FILE"
     return f"{lead}; see {path} --help"
 
 
@@ -146,7 +117,7 @@ def _value(flag: str, arguments: Sequence[str]) -> str:
 
 
 def _expected(message: str) -> str:
-    """What a parser's complaint about a value asks for."""
+    """What the parser's error about a value expected."""
     text = message.strip().rstrip(".").lower()
     if "valid int" in text:
         return "a whole number"

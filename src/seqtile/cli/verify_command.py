@@ -80,7 +80,7 @@ def command(
     except RunError as error:
         print(f"seqtile: {error}", file=sys.stderr)
         raise typer.Exit(NO_ANSWER) from None
-    except Exception:  # noqa: BLE001 (whatever it was, it is shown, and no answer)
+    except Exception:  # noqa: BLE001 (any error is shown, and is not a result)
         traceback.print_exc()
         raise typer.Exit(NO_ANSWER) from None
     if as_json:
@@ -161,8 +161,10 @@ def show(recipe: Recipe, result: VerifyResult) -> None:
     needed = Measurement.get(console, console.options.update(max_width=1000), table).maximum
     console.width = max(console.width, needed)  # else the last column is what a narrow terminal lacks
     console.print(table)
-    truth = f"; errors: against {result.reference}" if result.reference else ""
-    console.print(f"difference: tiled against untiled{truth}; relative, the largest of each kind", soft_wrap=True)
+    truth = f"; errors are against {result.reference}" if result.reference else ""
+    console.print(
+        f"difference: tiled against untiled{truth}; relative, the largest of each kind of parameter", soft_wrap=True
+    )
     untiled, tiled = result.untiled, result.tiled
     costs = Table(box=box.SIMPLE_HEAVY, pad_edge=False)
     costs.add_column("")
@@ -171,12 +173,12 @@ def show(recipe: Recipe, result: VerifyResult) -> None:
     costs.add_row("loss", f"{untiled.loss:.6f}", f"{tiled.loss:.6f}")
     costs.add_row("GEMM FLOPs / (2 N D F) per MLP", *(_scientific(run.units, ".2f") for run in (untiled, tiled)))
     costs.add_row("peak memory of the step", size(untiled.peak_bytes), size(tiled.peak_bytes))
-    costs.add_row("seconds, counting included", f"{untiled.seconds:.2f}", f"{tiled.seconds:.2f}")
+    costs.add_row("seconds, including counting", f"{untiled.seconds:.2f}", f"{tiled.seconds:.2f}")
     console.print(costs)
     if tiled.peak_bytes >= SAME_PEAK * untiled.peak_bytes:
         console.print(
-            "the peak of this step is outside of the tiled blocks (the logits, as a rule), and tiles do not move it; "
-            "longer rows (--tokens) show what they save",
+            "the peak of this step is outside the tiled blocks (usually the logits), so tiles do not lower it; use "
+            "longer sequences (--tokens) to see their effect",
             soft_wrap=True,
         )
     console.print(

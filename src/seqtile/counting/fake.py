@@ -1,4 +1,4 @@
-"""Run code on shapes only: PyTorch's fake tensors, and what has to be fixed for real training code to run on them.
+"""Run real training code on PyTorch's fake tensors.
 
 Everything of theirs that is private to PyTorch or Transformers is named in this module and nowhere else.
 """
@@ -37,7 +37,7 @@ def fake_tensors() -> Iterator[Answers]:
     Three things are fixed, so that the operators are those of a real run:
 
     * Transformers asks whether a tensor is fake and then builds its masks in full, with keys and values repeated for
-      every query head; here it is told that none is.
+      every query head; here it reads that none is.
     * Code that reads a number (is this batch packed? is every position attended to?) has none to read; it is
       answered with "yes", which means one unpadded sequence per row. "Is this number below that?" (drawn at random,
       to drop a layer) is answered with "no".
@@ -77,7 +77,7 @@ _UPDATES = frozenset(getattr(packet, overload) for packet in FUSED_UPDATES for o
 
 
 class Answers(Seeing, TorchDispatchMode):
-    """Answers what a fake tensor cannot, and shows what runs to whoever is :meth:`shown_to`."""
+    """Answers queries that a fake tensor cannot, and passes operators on to :meth:`shown_to`."""
 
     @contextmanager
     def shown_to(self, see: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None]) -> Iterator[None]:
@@ -112,7 +112,7 @@ class Answers(Seeing, TorchDispatchMode):
 
 @contextmanager
 def _no_tensor_is_fake() -> Iterator[None]:
-    """``is_fake_tensor`` of Transformers says no; without Transformers there is nobody to tell."""
+    """``is_fake_tensor`` of Transformers says no; without Transformers it does nothing."""
     try:
         utilities: Any = importlib.import_module("transformers.utils.import_utils")
     except ImportError:

@@ -190,7 +190,7 @@ class LiveBytes:
 
     def see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         name = name_of(func)
-        fresh = name == "aten::lift_fresh"  # its input is new: torch.tensor and torch.from_numpy hand it over
+        fresh = name == "aten::lift_fresh"  # its input is new: it comes from torch.tensor or torch.from_numpy
         argument_keys = {self._visit(tensor, counted=fresh) for tensor in tensors_in((*args, *kwargs.values()))}
         if name == "aten::add" and self._allocator is None and sums_gradients_in_place(args[0]):
             self.forget(storage_key(args[0].untyped_storage()))  # the sum is there instead
@@ -310,8 +310,8 @@ class LiveBytes:
     def _check(self) -> None:
         if not self._seen:
             raise RuntimeError(
-                f"counted no byte on device {self._device.type!r} where tensors were expected; run the code "
-                "inside the `with`, or name the device its tensors are on: count_live_bytes(device=...)"
+                f"counted no bytes on device {self._device.type!r}; run the code inside the `with` block, or pass "
+                "the device of its tensors: count_live_bytes(device=...)"
             )
 
 
@@ -346,7 +346,7 @@ class _Allocator:
 
 @contextmanager
 def count_live_bytes(device: torch.device | str | None = None) -> Iterator[LiveBytes]:
-    """Count the bytes of tensors that live at once inside the ``with``.
+    """Count the bytes of tensors that are live at the same time inside the ``with`` block.
 
     On the CPU the bytes are those of the tensors; on an accelerator ``peak`` is read from its allocator,
     whose peak statistics this resets. Keeps no tensor alive and makes no reference cycle. A storage resized

@@ -83,9 +83,7 @@ class Products:
     def records(self) -> tuple[Product, ...]:
         """Every product in the order it ran."""
         if not self._records:
-            raise RuntimeError(
-                "counted no matrix product where at least one was expected; run the model inside the `with`"
-            )
+            raise RuntimeError("counted no matrix products; run the model inside the `with` block")
         return tuple(self._records)
 
     @property
@@ -125,8 +123,8 @@ class Products:
         widths = (intermediate, 2 * intermediate) if fused else (intermediate,)
         if tokens in widths:
             raise ValueError(
-                f"tokens={tokens} equals a width of the MLP, so its products cannot be told apart by size; "
-                f"measure at a number of tokens that is not {' or '.join(str(width) for width in widths)}"
+                f"tokens={tokens} equals a width of the MLP, so its products cannot be identified by shape; use a "
+                f"number of tokens other than {' or '.join(str(width) for width in widths)}"
             )
         flops = self.flops_where(lambda product: any(product.has(hidden, width) for width in widths))
         if flops == 0:
@@ -141,7 +139,7 @@ class Products:
         """Cost of low-rank adapters of ``rank``, in the unit of :meth:`units`.
 
         Counts the products that have ``rank``, or twice that where one product serves two adapters (gate and up), and
-        one of ``hidden`` and ``intermediate`` among their sizes, but not both of these; 0.0 if there are none.
+        one of ``hidden`` and ``intermediate`` among their sizes, but not both of these.
         """
         widths = hidden, intermediate
         sides = {rank, 2 * rank} - {hidden, intermediate}

@@ -1,4 +1,4 @@
-"""See every operator that reaches a kernel."""
+"""Observe every operator that reaches a kernel."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Seeing:
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE:
-            return args[0].device  # a question that C++ asks of fake tensors before every operator
+            return args[0].device  # C++ queries fake tensors' device before every operator
         kwargs = kwargs or {}
         for tensor_class in types:
             if tensor_class not in _NO_WRAPPERS and is_wrapper_subclass(tensor_class):

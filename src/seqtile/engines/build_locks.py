@@ -1,4 +1,4 @@
-"""Locks of builds that are dead: DeepSpeed compiles operators at the first start, and waits for ever for a lock.
+"""Stale build locks: DeepSpeed compiles operators at the first start, and waits forever for a stale lock.
 
 The build is PyTorch's (``torch.utils.cpp_extension``), whose lock is a file that a build keeps open and removes at its
 end. A build that was killed leaves it, and every later start waits for it without a word.
@@ -17,7 +17,7 @@ ENDING_SECONDS = 0.5
 
 
 def check_build_locks() -> None:
-    """Refuse to start where DeepSpeed would wait for a build that nobody does.
+    """Refuse to start where DeepSpeed would wait for a build that no process runs.
 
     Raises:
         UserError: names the file to remove.
@@ -29,8 +29,8 @@ def check_build_locks() -> None:
 def told(lock: Path) -> str:
     """What is to be done about one."""
     return (
-        f"{lock} is the lock of a build that no process on this machine does any more, and DeepSpeed would wait for it "
-        f"for ever; unless another machine is building there now, remove it: rm {lock}"
+        f"{lock} is a stale lock: no process on this machine is building, and DeepSpeed would wait for it forever; "
+        f"unless another machine is building there now, run: rm {lock}"
     )
 
 

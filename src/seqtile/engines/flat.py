@@ -1,6 +1,6 @@
-"""The weights of a module by name, and a call with others in their place, also while FSDP1 hides them.
+"""Read a module's weights by name, and call it with other weights, also while FSDP1 hides them.
 
-While a unit of FSDP1 runs, each of its weights is a view of one flat parameter and stands in the instance's
+While a unit of FSDP1 runs, each of its weights is a view of one flat parameter, stored in the instance's
 ``__dict__``. Without ``use_orig_params`` it is named nowhere else. With it, ``named_parameters`` names it in the
 forward and not in the backward, and the attribute hides the entry that ``functional_call`` replaces. A weight that is
 not named or not replaced would lose its gradient.
@@ -18,7 +18,7 @@ from seqtile._compat import PARAMETERS, base_of, children_of, is_flat_parameter,
 
 
 def named_weights(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """``module.named_parameters()``, and the views that stand for a parameter that is none at the moment.
+    """``module.named_parameters()``, and the views that currently replace a parameter.
 
     Cost:
         One look at the attributes of each module below.
@@ -38,7 +38,7 @@ def call_with_weights(module: nn.Module, weights: Mapping[str, Tensor], argument
     own stand-in back as what it had found: the parameter would be gone. Seen in torch 2.13:
     https://github.com/pytorch/pytorch/blob/v2.13.0/torch/nn/utils/stateless.py
     """
-    hidden: list[tuple[dict[str, Any], str, Tensor]] = []  # attributes that hide a parameter, or stand for one
+    hidden: list[tuple[dict[str, Any], str, Tensor]] = []  # attributes that hide or replace a parameter
     try:
         for path, weight in weights.items():
             prefix, _, name = path.rpartition(".")
@@ -79,7 +79,7 @@ def _in_every_place(module: nn.Module, weights: Mapping[str, Tensor]) -> dict[st
                 places[path] = parameter
                 if path in weights:
                     replaced[parameter] = weights[path]
-    if len(places) > len(replaced):  # else each stands in one place
+    if len(places) > len(replaced):  # else each is in one place
         for path, parameter in places.items():
             if parameter in replaced:
                 every[path] = replaced[parameter]
@@ -87,5 +87,5 @@ def _in_every_place(module: nn.Module, weights: Mapping[str, Tensor]) -> dict[st
 
 
 def is_flat_view(value: Any) -> bool:
-    """Whether an attribute stands for a parameter while a unit of FSDP1 runs."""
+    """Whether an attribute replaces a parameter while a unit of FSDP1 runs."""
     return isinstance(value, Tensor) and is_view(value) and is_flat_parameter(base_of(value))

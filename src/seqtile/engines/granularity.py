@@ -30,7 +30,7 @@ def refuse_gathering_inside(inner: Iterable[tuple[str, nn.Module]], *, block: st
     Args:
         inner: (name, module) of everything that runs inside the tile, without the block itself.
         block: qualified name of the tiled block.
-        layer: qualified name of the decoder layer around it, "" if there is none.
+        layer: qualified name of the decoder layer around it, or "".
 
     Cost:
         Two type checks and a look for two attributes per module.
@@ -43,18 +43,18 @@ def refuse_gathering_inside(inner: Iterable[tuple[str, nn.Module]], *, block: st
     for name, module in inner:
         if isinstance(module, fsdp2):
             raise UserError(
-                f"{block}: FSDP shards {name} on its own, so its weight would be gathered at every tile; expected one "
-                f"unit around the whole block: call fully_shard on {whole}, not on {name}"
+                f"{block}: FSDP shards {name} separately, so its weight would be gathered for every tile; call "
+                f"fully_shard on {whole}, not on {name}"
             )
         if isinstance(module, fsdp1):
             raise UserError(
-                f"{block}: FSDP wraps {name} on its own, so its weight would be gathered at every tile; expected one "
-                f"unit around the whole block: let the auto_wrap_policy wrap {whole}, not {name}"
+                f"{block}: FSDP wraps {name} separately, so its weight would be gathered for every tile; let the "
+                f"auto_wrap_policy wrap {whole}, not {name}"
             )
         if not ZERO3_MARKS.isdisjoint(module.__dict__):
             raise UserError(
-                f"{block}: DeepSpeed ZeRO-3 gathers {name} on its own, since {whole} was not marked when it took the "
-                "model over; call seqtile.apply(model) before deepspeed.initialize or Accelerator.prepare"
+                f"{block}: DeepSpeed ZeRO-3 gathers {name} separately, because {whole} was not marked when it "
+                "wrapped the model; call seqtile.apply(model) before deepspeed.initialize or Accelerator.prepare"
             )
 
 
@@ -69,12 +69,12 @@ def refuse_wrapped(model: nn.Module) -> None:
     """
     if isinstance(model, nn.DataParallel):
         raise UserError(
-            "the model is wrapped in DataParallel, whose replicas would all run the tiles of the first; start one "
-            "process per device with DistributedDataParallel, and call seqtile.apply(model) before"
+            "the model is wrapped in DataParallel, which does not support tiled models; use one process per device "
+            "with DistributedDataParallel, and call seqtile.apply(model) before wrapping"
         )
     for name, module in model.named_modules():
         if is_wrapped(module):
             raise UserError(
-                f"{name or 'the model'} is wrapped in FullyShardedDataParallel already, which flattens the weights; "
+                f"{name or 'the model'} is already wrapped in FullyShardedDataParallel, which flattens the weights; "
                 "call seqtile.apply(model) before FSDP wraps the model"
             )

@@ -1,4 +1,4 @@
-"""Layers with a state, where every rank holds a part of the sequence only.
+"""Sequence parallelism of layers with a state: what is refused.
 
 Ulysses and ring attention exchange what *attention* needs. A layer that carries a state along the sequence, or a
 convolution, begins on every rank with an empty state instead of the one that the rank before it left. Nothing fails:
@@ -31,7 +31,7 @@ class Support:
     """What is known of one kind of state under sequence parallelism.
 
     Attributes:
-        thread: where upstream works on it, or says that it does not.
+        thread: the upstream issue about it.
         since: the first version, by library, that exchanges the state between ranks; empty while none does.
     """
 
@@ -78,8 +78,10 @@ def refuse_split_states(
         first = f"{layers[0]}{f' and {len(layers) - 1} more' if len(layers) > 1 else ''}"
         needs = " or ".join(f"{name} {least}" for name, least in support.since.items())
         raise UserError(
-            f"{setting} {ranks} would train {model} with wrong gradients: {first} carries a state along the sequence "
-            f"({state}), which starts from nothing on every rank ({support.thread}); use {setting} 1"
+            (
+                f"{setting} {ranks} would train {model} with wrong gradients: {first} carries a state along the "
+                f"sequence ({state}), which every rank would start from zero ({support.thread}); use {setting} 1"
+            )
             + (f", or install {needs}" if needs else "")
         )
 
@@ -96,15 +98,15 @@ def why_no_ring(model: nn.Module) -> str:
     kinds = set(getattr(config, "layer_types", None) or (["sliding_attention"] if window else []))
     if "sliding_attention" in kinds:
         return (
-            f"the mask of its sliding window of {window} tokens would be dropped, as ring attention is causal over "
-            "whole sequences; use sp-size with flash attention instead"
+            f"ring attention would drop the mask of its sliding window of {window} tokens; use sp-size with flash "
+            "attention instead"
         )
     if unsupported := sorted(kinds - {"full_attention"}):
-        return f"its layers have {', '.join(unsupported)}, and ring attention is causal over whole sequences"
+        return f"its layers have {', '.join(unsupported)}, but ring attention is causal over whole sequences"
     if not supports_sdpa(model):
-        return "ring attention needs PyTorch's own attention (sdpa), which Transformers does not have for it"
+        return "ring attention needs PyTorch's attention (sdpa), which Transformers does not have for this model"
     if not any(name.endswith("self_attn") for name, _ in model.named_modules()):
-        return "ring attention replaces the masks of modules called self_attn, and it has none"
+        return "ring attention sets the masks of modules named self_attn, and it has none"
     return ""
 
 

@@ -90,7 +90,7 @@ def end_gradients_here(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any,
         return None
     if not tensors:
         raise UserError(
-            f"{type(module).__name__} was called with keyword arguments only, under DeepSpeed ZeRO-3, which would "
-            "reduce its gradients before they are computed; pass the hidden states by position"
+            f"{type(module).__name__} was called with keyword arguments only; DeepSpeed ZeRO-3 would reduce its "
+            "gradients before they are computed; pass the hidden states by position"
         )
     return tuple(value.detach().requires_grad_() if value is tensors[0] else value for value in inputs)

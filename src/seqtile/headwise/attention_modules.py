@@ -54,7 +54,7 @@ class HeadShape:
         query: query heads.
         groups: key-value heads.
         width: elements of a head.
-        query_width: elements of a head's query and of what stands beside it: Qwen3-Next's gate.
+        query_width: elements of a head's query and of what is packed with it: Qwen3-Next's gate.
         output: name of the output projection.
     """
 
@@ -130,7 +130,7 @@ def find_attention(model: nn.Module) -> tuple[list[Attention], list[Left]]:
     return attention, left
 
 
-_CUSTOM = "its forward is custom code; heads= takes attention of Transformers and the libraries around it"
+_CUSTOM = "its forward is custom code; heads= supports attention of Transformers and libraries built on it"
 
 
 def _key(module: nn.Module, shape: HeadShape) -> object:
@@ -149,7 +149,7 @@ def head_shape(module: nn.Module) -> HeadShape | str:
     (hidden, q), (_, k), (_, v), (o, out) = (pair for pair in widths if pair is not None)
     width = getattr(module, "head_dim", None)
     if not isinstance(width, int) or width < 1 or o % width or k % width:
-        return "its heads cannot be told from head_dim"
+        return "head_dim does not determine its heads"
     query = o // width
     shape = HeadShape(query, k // width, width, q // query, output)
     if shape.query % shape.groups or k != v or q % o or out != hidden:
@@ -252,7 +252,7 @@ class _Untouched(Tensor):
 
 
 class _Handed:
-    """Stands for a projection: hands out what was computed before."""
+    """Replaces a projection: returns what was computed before."""
 
     def __init__(self, view: View, name: str) -> None:
         self._view, self._name = view, name
@@ -319,7 +319,7 @@ def _compare_groups(module: nn.Module, shape: HeadShape, rotary: int) -> str:
             named = {f"0.{name}": weight for name, weight in weights.items()}
             view, output = call_with_weights(ParameterSwap((bare,)), named, (call,))
             if not view.is_plain:
-                return "its forward does more with its input or its output than the four projections"
+                return "its forward does more to its input or output than the four projections"
             cut.of(whole, -1).copy_(output.detach())
             gradients = torch.autograd.grad(output, leaves, cut.of(gradient, -1), allow_unused=True)
             total = [
@@ -329,11 +329,11 @@ def _compare_groups(module: nn.Module, shape: HeadShape, rotary: int) -> str:
         seen.append([whole, *total])
     for whole_values, grouped_values in zip(*seen, strict=True):
         if not torch.isfinite(whole_values).all():
-            return "its forward reads the hidden states besides projecting them"
+            return "its forward reads the hidden states outside its projections"
         if not torch.allclose(
             whole_values, grouped_values, rtol=1e-4, atol=1e-4 * float(whole_values.abs().max()) + 1e-9
         ):
-            return "its heads are not independent: one group at a time gave other numbers"
+            return "its heads are not independent: one group at a time gives other results"
     return ""
 
 

@@ -73,7 +73,7 @@ class HeadWise(Installed):
         super().__init__(module, setting)  # type: ignore[arg-type]
         self.heads = setting
 
-    left_out_compiled = "heads is left out where torch.compile compiles a layer: its attention runs all heads at once"
+    left_out_compiled = "heads is ignored under torch.compile: attention of a compiled layer runs all heads at once"
 
     takes_norm = True
 
@@ -115,13 +115,13 @@ class HeadWise(Installed):
                 self._tell("it was called with a key-value cache; pass use_cache=False")
             return ()
         if named.get("output_attentions"):
-            reason = "attention weights were asked for"
+            reason = "attention weights were requested"
         elif differentiated:
-            reason = "it was called with another tensor that needs a gradient"
+            reason = "it was called with another tensor that requires a gradient"
         elif attention == "flex_attention":
             reason = "flex_attention compiles its kernel for all heads"
         elif not isinstance(nn.functional.scaled_dot_product_attention, BuiltinFunctionType):
-            reason = "context parallelism has taken PyTorch's attention over, and a group's keys would travel alone"
+            reason = "context parallelism has replaced PyTorch's attention, and would exchange keys once per group"
         if reason:
             self._tell(reason)
             return ()
@@ -167,8 +167,8 @@ class HeadWise(Installed):
                                   {name: _sliced(value, cut, shape) for name, value in kwargs.items()})  # fmt: skip
                 if not view.is_plain:
                     raise RuntimeError(
-                        f"{self.heads.name}: its forward does more with its input or its output now than when seqtile "
-                        "looked at it; leave heads out"
+                        f"{self.heads.name}: its forward now does more to its input or output than when seqtile "
+                        "traced it; drop heads"
                     )
                 return output, view.beside
 
@@ -208,7 +208,7 @@ class HeadWise(Installed):
         return HeadWeights((projections[0], projections[1], projections[2]), projections[3], norm_rows, others)
 
     def _tell_modules(self, why: str) -> None:
-        news = f"its projections run as modules, beside two more hidden states: {why}"
+        news = f"its projections run as modules, which needs two more copies of the hidden states: {why}"
         if self.is_news(news):
             logger.warning("%s: %s", self.heads.name, news)
 
@@ -319,15 +319,12 @@ def find_for(model: nn.Module, heads: Heads | None) -> tuple[list[Attention], li
         states = ", ".join(states_of(model))
         none = f"no attention module, but layers with a state ({states})" if states else "no attention module"
         seen = "; ".join(f"{module.name} ({module.class_name}): {module.why}" for module in left[:3]) or none
-        raise UserError(
-            f"heads={heads!r} finds no attention in {type(model).__name__} that runs on some of its heads: {seen}; "
-            "leave heads out"
-        )
+        raise UserError(f"heads={heads!r}: no attention in {type(model).__name__} supports it ({seen}); drop heads")
     most = max(module.shape.groups for module in modules)
     if isinstance(heads, int) and heads > most:
         raise UserError(
-            f"heads={heads} is more than the {most} key-value heads of {type(model).__name__}; give at most {most}, or "
-            "leave heads out to run them all at once"
+            f"got heads={heads}, expected at most the {most} key-value heads of {type(model).__name__}; drop heads "
+            "to run all at once"
         )
     return modules, left
 
@@ -358,9 +355,9 @@ def install_heads(model: nn.Module, heads: Heads | None, modules: Sequence[Atten
         f"{type(module.module).__name__}, {module.shape.query} query heads on {module.shape.groups}"
         for module in modules
     )
-    passes = "passes chosen by length" if heads == "auto" else f"{heads} key-value heads per pass"
+    passes = "heads per pass chosen by length" if heads == "auto" else f"{heads} key-value heads per pass"
     untouched = f", {len(left)} left alone" if left else ""
     for state, layers in states_of(model).items():
-        untouched += f"; {len(layers)} layers with a state ({state}) run whole"
+        untouched += f"; {len(layers)} layers with a state ({state}) run untiled"
     tiled = f"{len(modules)} of {len(modules) + len(left)} ({'; '.join(shapes)})"
     return f"head-wise attention in {tiled}, {passes}{untouched}"

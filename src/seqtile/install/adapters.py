@@ -57,7 +57,7 @@ def without_adapters(model: nn.Module, config: LoraConfig | None) -> str | None:
         return None
     routers = _not_linear(model)
     reasons = {
-        "PEFT refuses them, because Mamba's fused kernel would pass them by": {*config.exclude_modules} - routers,
+        "PEFT rejects them, because Mamba's fused kernel would bypass them": {*config.exclude_modules} - routers,
         "their class inherits from nn.Linear but computes something else": {*config.exclude_modules} & routers,
     }
     return "; ".join(f"no adapters on {', '.join(sorted(names))}: {why}" for why, names in reasons.items() if names)
@@ -86,7 +86,7 @@ def _maps_features(module: nn.Linear) -> bool:
     try:
         with torch.no_grad():
             output = functional_call(module, weights, features)
-    except Exception:  # noqa: BLE001 (a model's own code: whatever it raises, it does not take such an input)
+    except Exception:  # noqa: BLE001 (a model's own code: any error means that it does not accept such an input)
         return False
     return isinstance(output, torch.Tensor) and output.shape == (3, module.out_features)
 

@@ -70,53 +70,52 @@ def apply(
     adapters are added, and before an engine (DDP, FSDP, DeepSpeed) wraps the model. A second call replaces the first.
 
     Args:
-        model: any ``nn.Module`` that holds position-wise blocks, on any device, the meta device included.
+        model: any ``nn.Module`` with position-wise blocks, on any device, the meta device included.
         tile: ``"auto"`` (deterministic; leaves a batch untiled where tiling would not lower a block's peak); an int,
             tokens per tile; ``"shards:N"``, N tiles; ``"arctic"``, ``ceil(tokens / hidden)`` tiles, the rule of
             arXiv 2506.13996; ``"memory:1GiB"``, the largest tile whose working set fits.
         only: the blocks to tile: a qualified name, a pattern (``"*.layers.0.*"``), several of them, or a predicate
             ``(name, module) -> bool``. Without it, every block outside vision and audio towers and
             multi-token-prediction heads.
-        trust: blocks to tile although nothing could be proven of them, named as for ``only``: their caller knows that
-            they treat every token by itself and keep no state. The report names the blocks that this is about. A block
-            that was seen to mix tokens is left alone all the same.
-        blocks: ``"mlp+norm"``: the norm before the MLP runs in the tile too, so that no copy of the whole hidden
-            states is made in its precision; ``"mlp"``: only what the tile needs; ``"auto"``: ``"mlp+norm"``, and the
-            norms outside the tile (before attention, of queries and keys, before the head) run as one kernel each on
-            accelerators, if their formula is known and no other library's kernel runs them. A norm or dropout after
-            the MLP is in the tile in any case, since its input would be recomputed otherwise.
-            ``"mlp+norm+projections"``: also the other norms of those layers and the one before the head, and
-            attention's projections, each in tiles of its own. ``"none"``: no block, for ``loss``,
+        trust: blocks to tile although they cannot be traced, named as for ``only``; the caller guarantees that they
+            are position-wise and keep no state. The report names such blocks. A block whose trace mixes tokens is
+            never tiled.
+        blocks: ``"mlp+norm"``: the norm before the MLP runs in the MLP's tile, which avoids an fp32 copy of all hidden
+            states; ``"mlp"``: the MLP only; ``"auto"``: ``"mlp+norm"``, and on accelerators the other norms (before
+            attention, of queries and keys, before the head) run as one kernel each, if their formula is known and no
+            other library's kernel runs them. A norm or dropout after the MLP is always in its tile, since its input
+            would be recomputed otherwise. ``"mlp+norm+projections"``: also the other norms of those layers, the one
+            before the head, and attention's projections, each tiled separately. ``"none"``: no block, for ``loss``,
             ``checkpoint``, ``offload`` and ``heads`` alone.
-        path: ``"auto"``: the fused operator where the block is an MLP of plain linear layers (LoRA included), decided
-            at each call, else the generic one; ``"generic"``; or ``"fused"``, an error where it does not apply.
-        keep: memory to spare for speed: the fraction of the tiles (0.0 to 1.0) that keep gate and up, 11 units down to
-            9; ``"memory:4GiB"``, a total over all blocks; ``"auto"``, a quarter of the device memory that is free
-            now, 0 where it cannot be read. Fused operator only. Frozen 4-bit weights are made dense once per block
-            and pass; a number of bytes must hold one block's dense weights first, else they are made dense again for
-            every product, one at a time.
+        path: ``"auto"``: the fused operator for MLPs of plain linear layers (LoRA included), decided at each call, else
+            the generic one; ``"generic"``; or ``"fused"``, which raises where it is not supported.
+        keep: spends memory for speed: the fraction of the tiles (0.0 to 1.0) whose gate and up are saved, 11 units down
+            to 9; ``"memory:4GiB"``, a total over all blocks; ``"auto"``, a quarter of the device memory that is free
+            now, 0 where it cannot be read. Fused operator only. Frozen 4-bit weights are dequantized once per block
+            and pass; a number of bytes must cover one block's dequantized weights first, else they are dequantized
+            for every product, one at a time.
         loss: ``"tiled"``: ``model(..., labels=labels)`` computes head and loss tile by tile in training and returns no
-            logits (``return_logits=True`` asks for them); evaluation and ``generate`` stay as they were.
+            logits (unless ``return_logits=True``); evaluation and ``generate`` are not changed.
         loss_tile: tokens per tile of the head, or a rule as for ``tile``.
         loss_impl: ``"torch"``, ``"liger"``, ``"cce"`` or ``"auto"``, as :func:`seqtile.linear_cross_entropy` takes it.
-        checkpoint: ``"attention-saved"``: activation checkpoints keep the attention kernel's output and log-sum-exp
-            and compute only the rest again; ``"layer"``: they keep the layer's input alone. Either switches activation
-            checkpointing on; None, or ``"none"``, leaves it as it is, and with ``offload`` means ``"layer"``. Whether
-            the first fits is for :func:`seqtile.fit` and a plan to say; the report has its bytes per token and layer.
+        checkpoint: ``"layer"``: activation checkpoints save the layer's input only; ``"attention-saved"``: also the
+            attention kernel's output and log-sum-exp, which the recompute then skips. Either switches activation
+            checkpointing on; None, or ``"none"``, leaves it as it is, and with ``offload`` means ``"layer"``. The
+            report has the bytes per token and layer; :func:`seqtile.fit` and ``seqtile plan`` check that they fit.
         offload: the layers' checkpointed inputs wait for the backward in host memory, with ``"attention-saved"``
             attention's output too; ``"64GB"`` bounds what they may take there; the layers beyond it keep theirs
             on the device.
         heads: key-value heads per pass: attention runs for that many, and the query heads that read them, at a time,
             forward and backward, with the norm and the projections before it in tiles of tokens. ``"auto"``: as few
-            as keep a device busy at the length of the batch, all at once where that is all of them; None: attention
-            is left alone. Attention modules of unknown form are left alone in any case and named in the report.
+            as keep the device busy at the length of the batch; None: attention is not changed. The report names
+            attention modules that are not supported.
         state: tokens per tile of layers that carry a state along the sequence (linear attention, state-space layers,
-            short convolutions), each tile handing its state to the next, the whole layer in it where it holds no
-            attention; ``"auto"``: 2,048 over all rows of the batch; None: they run whole. A layer is tiled only if a
-            trial of it, whole and in tiles, gives the same outputs and gradients; the report names the others.
+            short convolutions); each tile passes its state to the next, and a layer without attention runs in tiles as
+            a whole. ``"auto"``: 2,048 over all sequences of the batch; None: not tiled. A layer is tiled only if a
+            trial, untiled and in tiles, gives the same outputs and gradients; the report names the others.
 
     Returns:
-        Report: what was tiled, what was left alone and why.
+        Report: what was tiled, what was not, and why.
 
     Cost:
         Matrix products per MLP in units of 2 * tokens * hidden * intermediate: 11 with or without a non-reentrant
@@ -139,7 +138,7 @@ def apply_options(model: nn.Module, options: TilingOptions) -> Report:
     rest = Rest(options)
     check_combination(Combination(options))
     if not options.tiled and not options.beside_blocks:
-        raise UserError("blocks='none' leaves nothing to do; give loss, checkpoint, offload, heads or state too")
+        raise UserError("blocks='none' leaves nothing to do; add loss, checkpoint, offload, heads or state")
     expect_module(model, "apply")
     refuse_wrapped(model)
     rest.check(model)
@@ -205,7 +204,8 @@ def _choose_blocks(model: nn.Module, options: TilingOptions) -> tuple[list[Candi
         for module in left:
             if any(fnmatchcase(module.name, pattern) for pattern in unmatched):
                 raise UserError(
-                    f"{option}={unmatched!r}: {module.name} ({module.class_name}) cannot be tiled: {module.why}"
+                    f"{option}={unmatched!r} matches {module.name} ({module.class_name}), which cannot be tiled: "
+                    f"{module.why}"
                 )
         raise UserError(_nothing(model, blocks, left, f"{option}={unmatched!r}"))
     if not chosen:
@@ -230,8 +230,8 @@ def refuse_tiled_by_unsloth(model: nn.Module) -> None:
     """
     if theirs := next((type(one).__name__ for one in model.modules() if is_tiled_by_unsloth(one)), ""):
         raise UserError(
-            f"Unsloth's own tiled MLP runs {theirs} already: load the model with unsloth_tiled_mlp=False and without "
-            "UNSLOTH_TILED_MLP, or leave this call out"
+            f"Unsloth's own tiled MLP already runs {theirs}; load the model with unsloth_tiled_mlp=False and "
+            "without UNSLOTH_TILED_MLP, or drop this call"
         )
 
 
@@ -343,7 +343,7 @@ def _tile(model: nn.Module, block: Candidate, keep: KeepRule, options: TilingOpt
     mark_leaf(installed[0].module)
     fused = installed[0].falls_back
     if options.path == "fused" and not fused:
-        raise UserError(f"path='fused' does not apply to {block.name}: {not_fused}; use path='auto' or only=")
+        raise UserError(f"path='fused' does not support {block.name}: {not_fused}; use path='auto' or only=")
     shape = _expected_shape(setting, block, fused)
     if rule.kind == "memory":
         try:
@@ -377,13 +377,13 @@ def _operator(model: nn.Module, block: Candidate, layer: nn.Module, neighbours: 
         UserError: with these neighbours nothing is proven.
     """
     if block.proof is None:
-        return block.why, "nothing is known of its formula"
+        return block.why, "its formula is unknown"
     with for_training(model):
         chain = chain_of(layer, block, neighbours)
         mode = expected_mode(chain, block.hidden)
         proof = block.proof if neighbours == block.neighbours else prove(chain, mode, trusted=block.trusted)
     if proof.why_not:
-        raise UserError(f"{block.name}: {proof.why_not}; leave it out with only=")
+        raise UserError(f"{block.name}: {proof.why_not}; exclude it with only=")
     if isinstance(proof.formula, str):
         return proof.how, proof.formula
     weights = proof.formula.weights(chain, mode.inputs[0][1])
@@ -425,11 +425,11 @@ def _nothing(model: nn.Module, blocks: list[Candidate], left: list[Left], argume
     if blocks:
         first = ", ".join(block.name for block in blocks[:3])
         others = f" and {len(blocks) - 3} more" if len(blocks) > 3 else ""
-        return f"{argument} matches no block of {name}; its blocks are {first}{others}: name one of these"
+        return f"{argument} matches no block of {name}; its blocks are {first}{others}"
     refusals = "; ".join(f"{module.name} ({module.class_name}): {module.why}" for module in left[:3])
     classes = ", ".join(sorted({type(module).__name__ for module in model.modules()})[:12])
     return (
         f"nothing to tile in {name}: looked for {LOOKED_FOR}; found "
-        f"{refusals or f'none among its modules ({classes})'}; pass a model with such blocks, name one with only= or "
-        "leave MLPs whole: blocks='none' (plan: --tile none, train: --tiled-mlp false)"
+        f"{refusals or f'none among its modules ({classes})'}; name a block with only=, or use blocks='none' (plan: "
+        "--tile none, train: --tiled-mlp false)"
     )

@@ -1,4 +1,4 @@
-"""What :func:`seqtile.apply` does besides the blocks: the loss, and what activation checkpoints keep and where."""
+"""The parts of :func:`seqtile.apply` besides the blocks: the loss and activation checkpoints."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Rest:
 def recomputed(states: Mapping[str, Sequence[str]]) -> str:
     """What "attention-saved" recomputes besides MLPs, norms and projections, by kind of state, or ""."""
     return "".join(
-        f"; {len(layers)} layers with a state ({state}) keep their input alone, and their scan runs again"
+        f"; {len(layers)} layers with a state ({state}) save their input only and recompute their scan"
         for state, layers in states.items()
     )
 
@@ -102,8 +102,8 @@ def attention_runs_twice(model: nn.Module, tokens: int) -> str:
         kept = layers * kept_per_token(text_config, 2)
         of_batch = f", {kept * tokens / 2**30:,.2f} GiB for the {tokens:,} tokens that ran" if tokens else ""
         return (
-            "activation checkpoints compute attention again; checkpoint='attention-saved' keeps its output instead, if "
-            f"memory allows: {kept // layers:,} bytes per token (bf16) in each of {layers} layers{of_batch}"
+            "activation checkpoints recompute attention; checkpoint='attention-saved' saves its output instead, "
+            f"for {kept // layers:,} bytes per token (bf16) in each of {layers} layers{of_batch}"
         )
     return ""
 

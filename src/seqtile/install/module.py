@@ -1,4 +1,4 @@
-"""Tile a user's own position-wise module, along a dimension that its caller names."""
+"""Tile a user's position-wise module along a given dimension."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ def tile_module(
     path: str = "auto",
     keep: float | str = 0.0,
 ) -> Report:
-    """Run one position-wise module of your own over tiles of tokens, in place.
+    """Run one position-wise module over tiles of tokens, in place.
 
-    The call vouches for the module's code. A module that is seen to mix tokens or to keep a state is refused.
+    The caller guarantees that the module is position-wise; one whose trace mixes tokens or keeps a state is refused.
 
-    Replaces ``module(x)`` by ``torch.cat([module(part) for part in x.split(size, dim)], dim)``, each part recomputed
-    in backward, with one gradient per weight. :func:`seqtile.undo` takes it off; a later :func:`seqtile.apply` on the
-    model around it leaves it as it is.
+    Replaces ``module(x)`` by ``torch.cat([module(tile) for tile in x.split(size, dim)], dim)``, each tile recomputed
+    in backward, with one gradient per weight. :func:`seqtile.undo` removes it; a later :func:`seqtile.apply` on the
+    model around it does not change it.
 
     Args:
-        module: maps tensors to a tensor, or a nest of them, with the same tokens along ``dim``; every token by itself.
-        dim: the token dimension of its inputs and outputs. The first tensor argument gives the number of tokens;
-            split are all that have as many there: those with as many dimensions, and those that share its leading
-            dimensions up to ``dim`` (a ``[B, T]`` mask beside ``[B, T, D]`` and ``dim=1``). All else is passed whole.
+        module: maps tensors to a tensor, or a nest of them, with the same tokens along ``dim``.
+        dim: the token dimension of its inputs and outputs. The first tensor argument gives the number of tokens. Other
+            arguments with as many tokens there are split too, if they have as many dimensions or share its leading
+            dimensions up to ``dim`` (a ``[B, T]`` mask beside ``[B, T, D]`` and ``dim=1``). The rest is not split.
         tile: as for :func:`seqtile.apply`.
         path: as for :func:`seqtile.apply`; the fused operator where the module is an MLP of plain linear layers.
         keep: as for :func:`seqtile.apply`.
@@ -58,14 +58,15 @@ def tile_module(
         such a dimension is before ``dim`` and longer than 1: one copy of the input and one of the output.
 
     Raises:
-        UserError: an argument is wrong; or the trace of the module shows that a token sees others, or that it keeps a
-            state. What no trace can follow is tiled, and the report says that it was not verified.
-        ValueError: when it is called: a tensor argument may be one row per token or not, or an output has no row per
-            token.
+        UserError: a wrong argument, or a module whose trace mixes tokens or keeps a state. A module that cannot be
+            traced is tiled, and the report marks it as not verified.
+        ValueError: in a call: it is unclear whether a tensor argument has one row per token, or an output has not.
     """
     expect_module(module, "tile_module")
     if isinstance(dim, bool) or not isinstance(dim, int):
-        raise UserError(f"dim={dim!r}: got {type(dim).__name__}, expected an int, the token dimension of the inputs")
+        raise UserError(
+            f"got dim={dim!r} of type {type(dim).__name__}, expected an int, the token dimension of the inputs"
+        )
     options = TilingOptions(tile=tile, path=path, keep=keep)
     rule, keeping = options.tile_rule, options.keep_rule(1)
     refuse_wrapped(module)
@@ -75,13 +76,13 @@ def tile_module(
     along = _proof(module, _dims_along(dim, hidden), ("along", dim))
     if along.why_not and along.refuted:
         raise UserError(
-            f"cannot tile {name} along dim={dim}: {along.why_not}; name the token dimension, or leave it untiled"
+            f"cannot tile {name} along dim={dim}: {along.why_not}; pass the token dimension, or leave it untiled"
         )
     rows = _proof(module, ("b", "s", hidden)) if dim != -1 else None
     by_rows = rows is not None and not rows.why_not
     setting = Setting(rule, with_free_memory(keeping, module, 1), path, hidden, widest, name=name, trusted=True)
     forward = TiledModule(module, setting, dim, by_rows)
-    not_fused = "its rows are not known to be independent"
+    not_fused = "its rows may depend on each other"
     if by_rows and rows is not None:
         weights: Any = rows.formula
         if not isinstance(weights, str):
@@ -89,7 +90,7 @@ def tile_module(
         not_fused = weights if isinstance(weights, str) else ""
     forward.falls_back = not not_fused and path != "generic"
     if path == "fused" and not forward.falls_back:
-        raise UserError(f"path='fused' does not apply to {name}: {not_fused}; use path='auto'")
+        raise UserError(f"path='fused' does not support {name}: {not_fused}; use path='auto'")
     with replacing(module, modules_too=True):
         forward.install()
         forward.check()
@@ -97,7 +98,7 @@ def tile_module(
     trained = [weight for weight in module.parameters() if weight.requires_grad]
     shape = setting.shape(torch.empty(0, dtype=_dtype(module), device="meta"), trained, forward.falls_back)
     shape = replace(shape, device_type=next((p.device.type for p in module.parameters()), "cpu"))
-    why = along.how or f"not verified: its caller vouches for it ({along.why_not})"
+    why = along.how or f"not verified: trusted by the caller ({along.why_not})"
     path = "fused" if forward.falls_back else "generic"
     block = Block(name, name, "module", path, hidden, widest, (), rule.describe(shape), why, not_fused, False)
     report = Report((block,), (), 1, setting.keep, weakref.ref(module))
@@ -196,7 +197,7 @@ class _Along(SplitArguments):
         if x is None:
             return
         if not -x.dim() <= dim < x.dim():
-            raise ValueError(f"{name} is tiled along dim={dim}, got a first tensor of shape {tuple(x.shape)}")
+            raise ValueError(f"{name} is tiled along dim={dim}, but got a first tensor of shape {tuple(x.shape)}")
         self.dim = dim % x.dim()
         self.features_last = self.dim < x.dim() - 1
         for key, value in self.arguments.items():
@@ -224,9 +225,9 @@ class _Along(SplitArguments):
         may_be_features = value.dim() == 1 and x.dim() > 1 and value.shape[0] == x.shape[-1]
         if same or (leads and may_be_features):
             raise ValueError(
-                f"cannot tile {self.name} along dim={dim}: argument {key!r} has shape {tuple(value.shape)} beside "
-                f"{tuple(x.shape)}: it may or may not hold one row per token; give it the dimensions of the first, "
-                "with size 1 where it is the same for every token"
+                f"cannot tile {self.name} along dim={dim}: argument {key!r} has shape {tuple(value.shape)} and the "
+                f"first tensor {tuple(x.shape)}, so it is unclear whether it has one row per token; give it as many "
+                "dimensions, with size 1 where it is the same for every token"
             )
         return leads
 
@@ -237,7 +238,8 @@ class _Along(SplitArguments):
         if leaf.dim() <= self.dim or leaf.shape[self.dim] != tokens:
             raise ValueError(
                 f"cannot tile {self.name}: for {tokens:,} tokens along dim={self.dim} it returned shape "
-                f"{tuple(leaf.shape)}, expected one row per token; it is not position-wise, undo its tiling"
+                f"{tuple(leaf.shape)}, expected one row per token; it is not position-wise, so call seqtile.undo on "
+                "it"
             )
         leaf = leaf.movedim(self.dim, 0)
         shapes.append(leaf.shape[1:])

@@ -1,4 +1,4 @@
-"""What was tiled, what was left alone, and what it costs."""
+"""The report of :func:`seqtile.apply`: tiled blocks, others, and notes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Block:
         hidden: width of its input.
         intermediate: width of its widest tensor per token.
         together: children of the layer that run in the same tile, in order.
-        tile: the tile rule in words.
+        tile: description of the tile rule.
         why: what proves that it is position-wise.
         not_fused: why the fused operator does not apply, or "".
         follower: whether a norm or dropout after the block is in the tile.
@@ -70,7 +70,7 @@ class Report(PrintsAsSentence):
 
     Attributes:
         blocks: what was tiled, in module order.
-        left: what was left alone and why.
+        left: modules that were not tiled, and why.
         found: number of blocks that were found, tiled or not.
         keep: rule for the tiles that keep gate and up.
         heads: what was done to attention, or "".
@@ -116,28 +116,28 @@ class Report(PrintsAsSentence):
             notes.append(f"{', '.join(names)} share a tile")
         for class_name, beside in sorted({(block.class_name, block.beside) for block in self.blocks if block.beside}):
             notes.append(
-                f"{class_name} takes {beside!r} beside hidden states: calls that give it one row per sequence, "
-                "[B, 1, D], run untiled; give it one row per token, or one for the whole batch"
+                f"{class_name} takes {beside!r} beside hidden states; calls with one row per sequence, [B, 1, D], "
+                "run untiled: pass one row per token, or one for the whole batch"
             )
         if self.keep.kind != "share" or self.keep.value > 0:
             generic = sum(block.path == "generic" for block in self.blocks)
-            but = f" (not by {generic} blocks that run the generic operator)" if generic else ""
-            notes.append(f"gate and up kept: {self.keep}{but}")
+            but = f" (except {generic} blocks in the generic operator)" if generic else ""
+            notes.append(f"gate and up saved: {self.keep}{but}")
         if model is not None and any(is_reentrant(module) for module in model.modules()):
             notes.append(
-                "reentrant activation checkpointing runs each block once more (a gated MLP costs 14 GEMM units "
-                "instead of 11, untiled 12); pass use_reentrant=False"
+                "reentrant activation checkpointing runs each block once more (14 GEMM units for a gated MLP "
+                "instead of 11, untiled 12); use use_reentrant=False"
             )
             if shares_keys(model):
                 notes.append(
-                    "layers of this model share keys and values: under reentrant checkpoints the layers that compute "
-                    "them lose a part of their gradient, tiled or not"
+                    "layers of this model share keys and values; under reentrant checkpointing the layers that "
+                    "compute them lose part of their gradient, tiled or not"
                 )
         if model is not None and attention_kind(model) == "sdpa" and (wide := wide_heads(model.config)):
             notes.append(wide)
         if early_stop() is False:
             notes.append(
-                "early stop of activation checkpointing is switched off: each block runs once more (14 units for a "
+                "early stop of activation checkpointing is off, so each block runs once more (14 GEMM units for a "
                 "gated MLP, untiled 12)"
             )
         forwards = [] if model is None else [module.__dict__.get("forward") for module in model.modules()]
@@ -159,7 +159,7 @@ class Report(PrintsAsSentence):
                 further.append(f"Liger's kernels run the {' and the '.join(by_liger)}")
             if adapted := adapted_since(model):
                 further.append(
-                    f"adapters were put around {adapted} projections after they were tiled, and run whole; call "
+                    f"adapters were added to {adapted} projections after tiling, and run untiled; call "
                     "seqtile.apply again"
                 )
         return (*notes, *further)
@@ -171,7 +171,7 @@ class Report(PrintsAsSentence):
         what = " and ".join(dict.fromkeys(plurals[block_kind] for _, block_kind in kinds))
         tiles = " or ".join(dict.fromkeys(block.tile for block in self.blocks))
         paths = " and ".join(dict.fromkeys(block.path for block in self.blocks))
-        rows = self.rows and f"{self.rows} in tiles of their own"
+        rows = self.rows and f"{self.rows} tiled separately"
         here, counts, model = device_type(), list[str](), self._model()
         if self.norms and norm.BY_DEVICE.get(here, norm.NORM_KERNELS) is not None:
             counts.append(f"{self.norms} other norms")
@@ -182,7 +182,7 @@ class Report(PrintsAsSentence):
         if not self.blocks and not done and self.left:
             first, others = self.left[0], len(self.left) - 1
             done = [f"tiled nothing: {first.name} ({first.class_name}): {first.why}"]
-            done += [f"and {others} more were left, see report.left"] if others else []
+            done += [f"{others} more in report.left"] if others else []
         notes = [*self.notes, *self.why[:1]]
         if not self.blocks:
             return "; ".join([*done, *notes])

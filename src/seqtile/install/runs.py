@@ -1,4 +1,4 @@
-"""How many tiles the blocks ran in at the lengths that ran, as one phrase for logs and reports."""
+"""Summarise how many tiles the blocks ran in, for logs and reports."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Runs:
 
     def __str__(self) -> str:
         if not self.cut:
-            what = f"batches of up to {self.tokens:,} tokens fit one tile" if self.tokens else "no tiled block ran"
+            what = f"batches of up to {self.tokens:,} tokens fit in one tile" if self.tokens else "no tiled block ran"
             return f"left untiled: {what} (tile={self.rule})"
         # The tokens are those of a whole batch, not of a tile, so each number comes with its unit.
         batches, tiles = f"batches of up to {self.tokens:,} tokens", f"into up to {self.tiles:,} tiles"

@@ -1,1 +1,1 @@
-"""seqtile in the tools that people already use."""
+"""Integrations with trainers and frameworks."""

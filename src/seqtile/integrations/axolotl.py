@@ -88,7 +88,7 @@ class SeqtilePlugin(BasePlugin):  # type: ignore[misc]
         self._taken, cfg["tiled_mlp"] = cfg.get("tiled_mlp"), None
 
     def post_model_load(self, cfg: Any, model: Any) -> None:
-        """Tile the model, adapters included; says what was done through axolotl's logger.
+        """Tile the model, adapters included; logs the report through axolotl's logger.
 
         Where another plugin changes the loaded model after this one, it is tiled in :meth:`add_callbacks_pre_trainer`.
 
@@ -112,8 +112,8 @@ class SeqtilePlugin(BasePlugin):  # type: ignore[misc]
             return
         if tiled_class := next((type(m).__name__ for m in model.modules() if is_tiled_by_axolotl(m)), ""):
             raise UserError(
-                f"axolotl's own tiled MLP runs {tiled_class} already, and this plugin could not keep it off; take "
-                "tiled_mlp out of the configuration and give seqtile.tile"
+                f"axolotl's own tiled MLP already runs {tiled_class} and this plugin could not disable it; drop "
+                "tiled_mlp from the configuration and set seqtile.tile"
             )
         if "max_length" in kwargs:
             report = seqtile.fit(model, **fit_question(cfg), **kwargs)
@@ -121,11 +121,11 @@ class SeqtilePlugin(BasePlugin):  # type: ignore[misc]
             report = seqtile.apply(model, **kwargs)
         LOG.info("seqtile: %s", report)
         for left in report.left:
-            LOG.info("seqtile left %s (%s) alone: %s", left.name, left.class_name, left.why)
+            LOG.info("seqtile left %s (%s) untiled: %s", left.name, left.class_name, left.why)
         if not report.blocks and report.left and cfg.get("lora_mlp_kernel"):
             LOG.warning(
-                "seqtile: no MLP is tiled under lora_mlp_kernel, which axolotl switches on with LoRA unless it is "
-                "given; set lora_mlp_kernel: false"
+                "seqtile: no MLP is tiled under lora_mlp_kernel, which axolotl enables by default with LoRA; set "
+                "lora_mlp_kernel: false"
             )
         self._tiled.append((weakref.ref(model), report))
 

@@ -1,4 +1,4 @@
-"""What a configuration of axolotl may ask of seqtile: the checks of the plugin and of ``seqtile doctor --axolotl``.
+"""Checks of axolotl's configuration, for the plugin and ``seqtile doctor --axolotl``.
 
 Nothing here needs axolotl.
 """
@@ -110,8 +110,8 @@ def fit_question(cfg: Mapping[str, Any]) -> dict[str, Any]:
     for key in ("rl", "context_parallel_size", "sequence_parallel_degree", "context_parallel"):
         if (value := cfg.get(key)) not in (None, 1):
             raise UserError(
-                f"seqtile.max_length plans a supervised step on whole rows, got {key}: {value}; give seqtile's "
-                "settings instead, such as loss: tiled"
+                f"seqtile.max_length plans a supervised step on unpacked sequences, got {key}: {value}; use "
+                "seqtile's settings instead, such as loss: tiled"
             )
     engine = "fsdp2" if cfg.get("fsdp_config") or cfg.get("fsdp") else None
     if deepspeed := cfg.get("deepspeed"):
@@ -151,7 +151,7 @@ def check_parallel_sizes(cfg: Mapping[str, Any]) -> None:
     given_sizes = {name: size for name, size in sizes.items() if size is not None}
     if len({*given_sizes.values()}) > 1:
         values = " and ".join(f"{name}: {size}" for name, size in given_sizes.items())
-        raise UserError(f"{values} are names of one number; give one of them")
+        raise UserError(f"{values} set the same number; keep one")
 
 
 def apply_arguments(cfg: Mapping[str, Any]) -> dict[str, Any]:
@@ -166,19 +166,17 @@ def apply_arguments(cfg: Mapping[str, Any]) -> dict[str, Any]:
     kwargs = {key: value for key, value in (cfg.get("seqtile") or {}).items() if value is not None}
     tiled, blocks = cfg.get("tiled_mlp"), kwargs.get("blocks")
     if tiled is not None and blocks is not None and tiled == (blocks == "none"):
-        raise UserError(f"tiled_mlp: {tiled} and seqtile.blocks: {blocks} contradict each other; leave one of them out")
+        raise UserError(f"tiled_mlp: {tiled} and seqtile.blocks: {blocks} contradict each other; drop one")
     if tiled is False:
         return {**kwargs, "blocks": "none"} if kwargs else {}
     if (shards := cfg.get("tiled_mlp_num_shards")) is not None:
         if "tile" in kwargs:
             raise UserError(
-                f"tiled_mlp_num_shards: {shards} and seqtile.tile: {kwargs['tile']} both say how long a tile is; "
-                "give one of them"
+                f"tiled_mlp_num_shards: {shards} and seqtile.tile: {kwargs['tile']} both set the tile size; keep one"
             )
         kwargs["tile"] = f"shards:{shards}"
     if cfg.get("tiled_mlp_use_original_mlp") is False and kwargs.setdefault("path", "fused") != "fused":
         raise UserError(
-            f"tiled_mlp_use_original_mlp: false asks for seqtile's own operator, seqtile.path: {kwargs['path']} for "
-            "another; leave one of them out"
+            f"tiled_mlp_use_original_mlp: false selects path: fused, but seqtile.path is {kwargs['path']}; drop one"
         )
     return kwargs

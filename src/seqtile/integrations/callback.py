@@ -28,43 +28,41 @@ TRAINING, OPTIMIZER, EVALUATION = "forward_backward", "optimizer", "evaluation"
 
 
 class TilingCallback(TrainerCallback):
-    """Tile the trainer's model, and log what was tiled and where the memory peaks are.
+    """Tile the trainer's model, and log what was tiled and the peak memory of each part of the step.
 
     ``Trainer(..., callbacks=[seqtile.TilingCallback(tile=8192)])``. The model is tiled when the trainer has been
-    built: after TRL has put adapters on it, before training wraps it for an engine. A model that carries no tiling
-    when training starts is tiled then: one that ``model_init`` makes again for every run, or the one of a trainer that
-    was given this callback later. So is ``trainer.ref_model``, except under DeepSpeed.
+    built: after TRL has added adapters, before training wraps it for an engine. A model that is not tiled when training
+    starts is tiled then: one that ``model_init`` creates for every run, or one whose trainer got this callback later.
+    ``trainer.ref_model`` is tiled too, except under DeepSpeed.
 
     The trainer's logs (``state.log_history``, the console, everything in ``report_to``) gain
 
     * ``seqtile``: the report, in the first log of a run, with what the steps before it have shown;
     * ``seqtile/forward_backward_peak_allocated_gib``, ``.../optimizer_...``, ``.../evaluation_...``: the allocator's
-      peak in each part since the last log, on this process' accelerator. Forward and backward are one part, since no
-      event lies between them;
-    * ``seqtile/peak_resident_gib`` on a CPU, where no allocator counts: the most that the process ever held.
+      peak in each part since the last log, on this process' accelerator. Forward and backward are one part, because
+      the trainer has no event between them;
+    * ``seqtile/peak_resident_gib`` on a CPU: the peak resident memory of the process.
 
-    Garbage is collected and the allocator's cache emptied when training begins, so that what building the trainer
-    left behind is no part of the first step, and once more at the first step if an evaluation came before it. Later
-    steps take the blocks of those before, and emptying would only cost time.
+    Garbage is collected and the allocator's cache emptied when training begins, so that memory from building the
+    trainer does not count, and again at the first step if an evaluation ran before it. Later steps reuse the blocks.
 
     Args:
-        report: what :func:`seqtile.apply` returned, where the model was tiled by hand: it is logged and nothing is
-            tiled.
-        max_length: tokens of the longest row: what it needs is chosen as by :func:`seqtile.fit`, when the trainer is
-            built, with the trainer's optimiser, engine, batch size and precision.
-        device: with ``max_length``, the device that is planned for, as for :func:`seqtile.fit`.
+        report: of :func:`seqtile.apply`, for a model that is tiled already: it is logged and nothing is tiled.
+        max_length: tokens of the longest sequence; settings are chosen as by :func:`seqtile.fit` when the trainer is
+            built, with the trainer's optimizer, engine, batch size and precision.
+        device: with ``max_length``, the device to plan for, as for :func:`seqtile.fit`.
         **settings: keyword arguments of :func:`seqtile.apply`.
 
     Attributes:
         report: what was tiled last, or None before the trainer is built.
 
     Cost:
-        Two reads of the allocator's counters per step. They are reset in between; where the trainer measures memory
-        itself (``skip_memory_metrics=False``), the peaks are left to it.
+        Two reads of the allocator's counters per step, which are reset in between; none where the trainer measures
+        memory itself (``skip_memory_metrics=False``).
 
     Raises:
-        UserError: a setting is none of :func:`seqtile.apply`'s; as that raises it, when the trainer is built; when
-            training starts, if another library replaced what was tiled since.
+        UserError: a setting that :func:`seqtile.apply` does not have or accept, or, when training starts, a tiled
+            forward that another library has replaced.
     """
 
     def __init__(
@@ -73,14 +71,14 @@ class TilingCallback(TrainerCallback):
         try:
             inspect.signature(apply).bind(None, **settings)
         except TypeError as error:
-            raise TypeError(f"TilingCallback takes what seqtile.apply takes: {error}") from None
+            raise TypeError(f"TilingCallback takes the arguments of seqtile.apply: {error}") from None
         if report is not None and (settings or max_length is not None or not isinstance(report, Report)):
             raise UserError(
-                f"TilingCallback got {type(report).__name__} and the settings {sorted(settings)}; give either the "
-                "report of seqtile.apply, or settings for the callback to tile with"
+                f"TilingCallback got {type(report).__name__} and the settings {sorted(settings)}; pass either the "
+                "report of seqtile.apply or the settings"
             )
         if device is not None and max_length is None:
-            raise UserError(f"device={device!r} is what max_length is planned for; give max_length too")
+            raise UserError(f"device={device!r} needs max_length")
         self._max_length, self._device = max_length, device
         self._options = TilingOptions(**settings)  # each value is checked here, not when the trainer is built
         self._choice: Choice | None = None
@@ -167,7 +165,7 @@ class TilingCallback(TrainerCallback):
         if not isinstance(reference, nn.Module) or carries(reference):
             return []
         if trainer.is_deepspeed_enabled:
-            return ["the reference model is not tiled: DeepSpeed holds it already"]
+            return ["the reference model is not tiled: DeepSpeed has wrapped it already"]
         if not self._options.tiled:
             return []
         only_blocks = {name: getattr(self._options, name) for name in _OF_REFERENCE}
@@ -181,9 +179,9 @@ class TilingCallback(TrainerCallback):
         lost = _lost(model, report)
         if lost:
             raise UserError(
-                f"{len(lost)} of {report.tiled} tiled blocks would run untiled ({lost[0]} among them): another library "
-                "replaced their forward after they were tiled, or the report is another model's; give the callback "
-                "seqtile.apply's settings instead of a report, so that it tiles what is there when training begins"
+                f"{len(lost)} of {report.tiled} tiled blocks would run untiled (such as {lost[0]}): another library "
+                "replaced their forward after tiling, or the report belongs to another model; pass seqtile.apply's "
+                "settings to the callback instead of a report"
             )
 
 
@@ -202,8 +200,8 @@ def _question_of(trainer: Trainer) -> dict[str, Any]:
     of_trl = {base.__name__ for base in bases if base.__module__.startswith("trl.")}
     if of_trl and not of_trl & {"SFTTrainer", "SFTConfig"}:
         raise UserError(
-            f"max_length plans a supervised step, and that of {type(trainer).__name__} is another; give TilingCallback "
-            "the settings instead, such as loss='tiled', checkpoint='attention-saved'"
+            f"max_length plans a supervised step, which {type(trainer).__name__} does not run; pass settings to "
+            "TilingCallback instead, such as loss='tiled', checkpoint='attention-saved'"
         )
     args, engine = trainer.args, None
     if trainer.is_fsdp_enabled:
@@ -241,7 +239,7 @@ def _go_first(callback: TrainerCallback) -> Trainer | None:
     """Put ``callback`` before the trainer's others, so that those that report see what it adds to a log.
 
     Returns:
-        The trainer, or None if another program calls. No event hands it over, so it is read from the stack of calls.
+        The trainer, or None if another program calls. No event passes the trainer, so it is read from the call stack.
     """
     frame = sys._getframe(1)
     while frame is not None:

@@ -45,7 +45,7 @@ _YES, _NO = ("true", "1", "yes", "y", "t"), ("false", "0", "no", "n", "f")
 
 
 def register() -> None:
-    """Make ``--callbacks seqtile`` known, and switch it on if this run's command line or environment asks for it.
+    """Make ``--callbacks seqtile`` known, and switch it on if this run's command line or environment requests it.
 
     Called by the plugin file, that is while ms-swift builds its arguments.
 
@@ -62,10 +62,10 @@ def register() -> None:
         requested = settings(arguments, remaining if remaining is not None else [], variable)
         if requested is None:
             logging.getLogger("swift").info(  # ms-swift's own logger, which writes on the first process only
-                "the seqtile plugin is loaded and tiles nothing: add --use_tiled_mlp true"
+                "the seqtile plugin is loaded but tiles nothing; add --use_tiled_mlp true"
             )
         elif type(arguments).__module__.startswith("swift.megatron"):
-            raise UserError("megatron builds models of its own, which seqtile does not tile: use swift sft")
+            raise UserError("megatron has its own models, which seqtile does not tile; use swift sft")
         elif CALLBACK_NAME not in arguments.callbacks:
             arguments.callbacks.append(CALLBACK_NAME)
         kwargs = requested or kwargs
@@ -83,7 +83,7 @@ def _local(function: str, name: str) -> Any:
 
 
 def settings(arguments: Any, remaining: list[str], variable: str | None) -> dict[str, Any] | None:
-    """The arguments of :func:`seqtile.apply` that a run asks for, None if it asks for no tiles.
+    """The arguments of :func:`seqtile.apply` from a run's settings; None without tiles.
 
     Args:
         arguments: ms-swift's arguments; where they have ``use_tiled_mlp`` themselves, it is read and switched off, so
@@ -110,7 +110,7 @@ def settings(arguments: Any, remaining: list[str], variable: str | None) -> dict
     if use is False:
         if named or variable or kwargs:
             switch = f"--callbacks {CALLBACK_NAME}" if named else f"{VARIABLE}={variable}" if variable else FLAG
-            raise UserError(f"--use_tiled_mlp false and {switch} contradict each other: leave one of them out")
+            raise UserError(f"--use_tiled_mlp false and {switch} contradict each other; drop one")
         return None
     sizes = {
         f"--tiled_mlp_num_shards {shards}": shards is not None,
@@ -118,10 +118,10 @@ def settings(arguments: Any, remaining: list[str], variable: str | None) -> dict
         f"{FLAG} with tile": "tile" in kwargs,
     }
     if len(both := [name for name, is_given in sizes.items() if is_given]) > 1:
-        raise UserError(f"{' and '.join(both)} both size the tiles: give one")
+        raise UserError(f"{' and '.join(both)} both set the tile size; keep one")
     if not (use or named or variable or kwargs):
         if shards is not None:
-            raise UserError(f"--tiled_mlp_num_shards {shards} has no effect by itself: add --use_tiled_mlp true")
+            raise UserError(f"--tiled_mlp_num_shards {shards} needs --use_tiled_mlp true")
         return None
     kwargs.setdefault("tile", variable or f"shards:{SHARDS if shards is None else shards}")
     try:
@@ -129,7 +129,7 @@ def settings(arguments: Any, remaining: list[str], variable: str | None) -> dict
     except UserError as error:
         if shards is None:
             raise UserError(f"{VARIABLE}={variable}: {error}") from None
-        raise UserError(f"--tiled_mlp_num_shards {shards}: expected a number of tiles, 1 or more") from None
+        raise UserError(f"got --tiled_mlp_num_shards {shards}, expected an int of at least 1") from None
     return kwargs
 
 
@@ -137,7 +137,7 @@ def _given(text: str | None) -> dict[str, Any]:
     """The arguments of :func:`seqtile.apply` in the JSON object of :data:`FLAG`.
 
     Raises:
-        UserError: it is none, or a key or a value is wrong or not verified here.
+        UserError: invalid JSON, or a wrong or unverified key or value.
     """
     if text is None:
         return {}
@@ -146,7 +146,9 @@ def _given(text: str | None) -> dict[str, Any]:
     except ValueError:
         kwargs = None
     if not isinstance(kwargs, dict) or not kwargs:
-        raise UserError(f"{FLAG} {text}: expected arguments of seqtile.apply in JSON, as in {FLAG} '{{\"keep\": 0.5}}'")
+        raise UserError(
+            f"got {FLAG} {text}, expected arguments of seqtile.apply as JSON, such as {FLAG} '{{\"keep\": 0.5}}'"
+        )
     try:
         if sentence := unknown_keys(kwargs):
             raise UserError(sentence)
@@ -155,7 +157,7 @@ def _given(text: str | None) -> dict[str, Any]:
     except UserError as error:
         raise UserError(f"{FLAG}: {error}") from None
     if not options.tiled:
-        raise UserError(f"{FLAG}: blocks: none tiles nothing; leave {FLAG} out")
+        raise UserError(f"{FLAG}: blocks: none tiles nothing; drop {FLAG}")
     return kwargs
 
 
@@ -163,7 +165,7 @@ def _truth(word: str | None) -> bool | None:
     if word is None:
         return None
     if word.lower() not in _YES + _NO:
-        raise UserError(f"--use_tiled_mlp {word}: expected true or false")
+        raise UserError(f"got --use_tiled_mlp {word}, expected true or false")
     return word.lower() in _YES
 
 
@@ -177,9 +179,9 @@ def make_callback(args: Any, trainer: Any, **kwargs: Any) -> TilingCallback:
     from seqtile.integrations.callback import TilingCallback
     from seqtile.ops import tile_checkpoint
 
-    # Its trainer replaces torch's checkpoint by one that is reentrant whatever it is asked for, in the whole process.
+    # Its trainer replaces torch's checkpoint by one that is always reentrant, in the whole process.
     if tile_checkpoint.checkpoint is not (checkpoint_before_swift() or tile_checkpoint.checkpoint):  # type: ignore[attr-defined]
-        raise UserError("ms-swift has trained in this process before seqtile was loaded: start a new Python process")
+        raise UserError("ms-swift has already trained in this process; start a new Python process")
     return TilingCallback(**kwargs)
 
 

@@ -1,7 +1,7 @@
 """TRL's trainers with tiled heads: log-probabilities and divergences without logits.
 
 SFT, DPO, GRPO, KTO and RLOO ask a fused head of TRL's for log-probabilities; the tiled one answers in its place. Online
-DPO and GKD ask for logits: they get deferred ones, and GKD's divergence is computed from the two heads.
+DPO and GKD request logits: they get deferred ones, and GKD's divergence is computed from the two heads.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ def tile_trainer(trainer: Any, *, loss_tile: int | str = "auto") -> list[str]:
         What was done, one line per model.
 
     Raises:
-        UserError: the trainer has no model with a tiled loss, or asks for logits in a way that is not known here.
+        UserError: the trainer has no model with a tiled loss, or requests logits in an unsupported way.
     """
     names = ("model", "ref_model", "teacher_model")
     attributes = {name: getattr(trainer, name, None) for name in names}
     models = {name: model for name, model in attributes.items() if isinstance(model, nn.Module)}
     if not models:
-        raise UserError(f"{type(trainer).__name__} has no model that could be tiled; expected a built TRL trainer")
+        raise UserError(f"{type(trainer).__name__} has no model to tile; expected a built TRL trainer")
     done = []
     for name, model in models.items():
         done.append(f"{name}: {apply(model, blocks='none', loss='tiled', loss_tile=loss_tile).loss}")
@@ -92,7 +92,7 @@ def generalized_jsd_loss(
             student_logits, teacher_logits, labels, beta, temperature, reduction, num_items_in_batch
         )
     if num_items_in_batch is None and reduction not in ("batchmean", "sum"):
-        raise UserError(f"reduction={reduction!r} of a tiled divergence: expected 'batchmean' or 'sum'")
+        raise UserError(f"got reduction={reduction!r} for a tiled divergence, expected 'batchmean' or 'sum'")
     if labels is None:
         labels = torch.zeros(student_logits.shape[:-1], dtype=torch.long, device=student_logits.device)
     student, teacher, targets = student_logits, teacher_logits, labels
@@ -118,7 +118,7 @@ def generalized_jsd_loss(
 
 def _head_of(logits: DeferredLogits) -> HeadOf:
     if not isinstance(logits.source, HeadOf) or logits.written is not None:
-        raise UserError("expected deferred logits of a model with a tiled loss that nothing was written to")
+        raise UserError("expected unmodified deferred logits of a model with a tiled loss")
     return logits.source
 
 
@@ -128,8 +128,8 @@ def _plain_inside(logits: DeferredLogits, compute: Callable[..., Tensor]) -> Ten
 
     def refuse(*_: Any) -> Tensor:
         raise UserError(
-            f"a tiled divergence takes the weight of a plain linear head, but the head is {type(head.head).__name__} "
-            "(an adapter or a quantised layer); leave the adapter off the head"
+            f"a tiled divergence needs a plain linear head, got {type(head.head).__name__} (an adapter or a "
+            "quantized layer); put no adapter on the head"
         )
 
     return head.installed.inside(head.head, logits.hidden, compute, refuse)  # type: ignore[no-any-return]

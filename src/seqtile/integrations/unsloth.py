@@ -1,4 +1,4 @@
-"""The option strings of Unsloth's tiled MLP, with seqtile's tiles behind them.
+"""Unsloth's tiled-MLP options, run by seqtile.
 
 Written from what Unsloth's options mean (``unsloth_zoo`` 2026.10); nothing of it is imported. Its "GB" are 2**30 bytes.
 """
@@ -59,7 +59,7 @@ def patch_tiled_mlp(
     """
     tile, named = _parse_option(patch_options_str, model)
     if named and modules is not None:
-        raise UserError(f"patch_options_str={patch_options_str!r} and modules= both name modules: give one of them")
+        raise UserError(f"patch_options_str={patch_options_str!r} and modules= both name modules; use one")
     targets = named if modules is None else list(modules)
     if not targets and modules is None:
         apply(model, tile=tile)
@@ -68,7 +68,9 @@ def patch_tiled_mlp(
     for name in chosen:
         taken = inspect.signature(type(model.get_submodule(name)).forward).parameters
         if mixing := sorted(_OF_ATTENTION & taken.keys()):
-            raise UserError(f"modules= names {name}, which takes {mixing[0]}: attention mixes tokens; name MLPs")
+            raise UserError(
+                f"modules= names {name}, which takes {mixing[0]}: attention mixes tokens; name MLPs instead"
+            )
 
     def is_named(name: str, _: nn.Module) -> bool:
         """To name a module is to vouch for its code."""
@@ -80,7 +82,7 @@ def patch_tiled_mlp(
     for name in non_blocks:
         if inner_block := next((block for block in sorted(blocks) if not name or block.startswith(f"{name}.")), None):
             raise UserError(
-                f"modules= names {name or 'the whole model'}, which is more than an MLP: name {inner_block}"
+                f"modules= names {name or 'the whole model'}, which is more than an MLP; name {inner_block} instead"
             )
     with ExitStack() as undo_on_error:  # a module that is refused leaves the others as they were
         for name in non_blocks:
@@ -120,10 +122,10 @@ def patch_mlp(
         (f"num_shards={num_shards!r}", num_shards is not None),
     ) if on]  # fmt: skip
     if len(sizes) > 1:
-        raise UserError(f"{' and '.join(sizes)} each size the tiles: give one of them")
+        raise UserError(f"{' and '.join(sizes)} each set the tile size; use one")
     if num_shards is not None:
         if isinstance(num_shards, bool) or not isinstance(num_shards, int) or num_shards < 1:
-            raise UserError(f"num_shards={num_shards!r}: expected a number of tiles, 1 or more")
+            raise UserError(f"got num_shards={num_shards!r}, expected an int of at least 1")
         tile = f"shards:{num_shards}"
     elif target_gb is not None:
         tile = f"memory:{_parse_gb(f'target_gb={target_gb!r}', str(target_gb))}"
@@ -134,9 +136,9 @@ def patch_mlp(
 
 
 def _parse_option(option: str, model: nn.Module) -> tuple[str, list[str]]:
-    """The rule of :func:`seqtile.apply` that an option string stands for, and the modules that it names."""
+    """Parse an option string into a rule of :func:`seqtile.apply` and names of modules."""
     if not isinstance(option, str):
-        raise UserError(f"patch_options_str={option!r}: got {type(option).__name__}, expected {_OPTIONS}")
+        raise UserError(f"got patch_options_str={option!r} of type {type(option).__name__}, expected {_OPTIONS}")
     word, *values = option.strip().split(":")
     word = word.lower()
     if word == "shards" and len(values) == 1:
@@ -144,7 +146,7 @@ def _parse_option(option: str, model: nn.Module) -> tuple[str, list[str]]:
         return option, []
     named = [name for name in values[1].split(",") if name] if len(values) == 2 else []
     if word in ("arctic", "1", "target") and len(values) == 2 and not named:
-        raise UserError(f"patch_options_str={option!r} names no module after its last colon: expected {_OPTIONS}")
+        raise UserError(f"patch_options_str={option!r} has no module after its last colon, expected {_OPTIONS}")
     if word == "auto" and not values:
         return "auto", []
     if word in ("arctic", "1") and (not values or len(values) == 2 and values[0] in ("", "1")):
@@ -154,9 +156,11 @@ def _parse_option(option: str, model: nn.Module) -> tuple[str, list[str]]:
             return f"memory:{_parse_gb(f'patch_options_str={option!r}', values[0])}", named
         free = free_bytes(model) or available_host_bytes()
         if not free:
-            raise UserError('"target" needs the free memory, which this device does not report: use "target:4" or so')
+            raise UserError(
+                '"target" needs the free memory, which this device does not report; use a size such as "target:4"'
+            )
         return f"memory:{free // 2}", named
-    raise UserError(f"patch_options_str={option!r}: expected {_OPTIONS}")
+    raise UserError(f"got patch_options_str={option!r}, expected {_OPTIONS}")
 
 
 def _parse_gb(argument: str, text: str) -> int:
@@ -167,7 +171,7 @@ def _parse_gb(argument: str, text: str) -> int:
     except ValueError:
         size = math.nan
     if not 1 <= size < math.inf:
-        raise UserError(f"{argument}: {text!r} is no memory in GB: expected a number above 0")
+        raise UserError(f"got {argument}, expected GB above 0")
     return int(size)
 
 
@@ -191,8 +195,8 @@ def _match_modules(model: nn.Module, targets: Sequence[str | nn.Module], one_is_
                 f"a {type(target).__name__} that is not in the model" if isinstance(target, nn.Module) else repr(target)
             )
             some = ", ".join(names[1:6])
-            raise UserError(f"modules= holds {what}, which matches no module; its names look like {some}")
+            raise UserError(f"modules= contains {what}, which matches no module; module names look like {some}")
         chosen += [name for name in hits if name not in chosen]
     if not chosen:
-        raise UserError("modules=[] names nothing to tile: leave it out to tile every MLP")
+        raise UserError("modules=[] names nothing to tile; drop it to tile every MLP")
     return chosen

@@ -1,4 +1,4 @@
-"""Logits that are not there yet: the hidden states, and what the model has done to the product so far.
+"""Deferred logits: the hidden states, and the operations recorded on the product so far.
 
 While a model with a tiled loss runs its own forward, its head returns one of these. Scales and soft-caps are written
 down; whatever else is done to it makes the real logits, so that a model that does more than that is still right.
@@ -30,8 +30,8 @@ class DeferredLogits:
     Args:
         hidden: ``[..., D]``, the input of the head.
         vocabulary: ``V``.
-        make: computes the product, and is told by what it was forced.
-        source: scores tokens under the head, for whoever asks for their log-probabilities; None where nobody may.
+        make: computes the product; its argument names the operation that forced it.
+        source: scores tokens under the head; None where log-probabilities are not available.
     """
 
     def __init__(
@@ -71,7 +71,10 @@ class DeferredLogits:
             RuntimeError: something was written into the logits, so that they are there; or no head is behind them.
         """
         if self.source is None or self.written is not None:
-            raise RuntimeError("these logits were written to, or belong to a forward that has ended; read them as real")
+            raise RuntimeError(
+                "these logits were modified, or belong to a forward that has ended; they are only available as real "
+                "tensors"
+            )
         return self.source.scores(self, targets, temperature, **options)
 
     def real(self, why: str) -> Tensor:
@@ -170,7 +173,7 @@ class DeferredLogits:
         if name.startswith("__"):
             raise AttributeError(name)
         real = self.real(name)
-        if name.endswith("_"):  # writes in place, perhaps as a statement whose result nobody takes
+        if name.endswith("_"):  # writes in place, perhaps as a statement whose result is unused
             self.written = real
         return getattr(real, name)
 
@@ -199,7 +202,7 @@ class DeferredLogits:
 
 
 class DeferredLogProbs:
-    """``log_softmax`` of logits that are not there yet, for whoever gathers some tokens' of it."""
+    """``log_softmax`` of deferred logits, to gather some tokens from."""
 
     def __init__(self, logits: DeferredLogits) -> None:
         self.logits = logits

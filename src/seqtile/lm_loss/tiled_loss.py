@@ -46,8 +46,8 @@ def check_kernel(head: nn.Module, impl: str) -> None:
     if impl not in ("torch", "auto") and type(head).forward is not nn.Linear.forward:
         head_class = f"{type(head).__module__}.{type(head).__name__}"
         raise UserError(
-            f"loss_impl={impl!r} takes the weight of a plain linear head, but the head is {head_class} (an adapter, a "
-            "quantised or another layer), which runs as a module; use loss_impl='torch' or 'auto'"
+            f"loss_impl={impl!r} needs a plain linear head, got {head_class} (an adapter, a quantized or another "
+            "layer); use loss_impl='torch' or 'auto'"
         )
 
 
@@ -66,15 +66,15 @@ def find_causal_lms(model: nn.Module) -> tuple[Named, Named]:
     models = outermost(model, computes_loss)
     if not models:
         raise UserError(
-            f"loss='tiled' needs a causal language model of transformers, whose forward calls its loss function; found "
-            f"none in {type(model).__name__}; leave loss out, or call seqtile.linear_cross_entropy in your own forward"
+            "loss='tiled' needs a causal language model of transformers whose forward calls its loss function, got "
+            f"{type(model).__name__}; drop loss, or call seqtile.linear_cross_entropy in your forward"
         )
     chosen, frozen = split_frozen(models)
     for _, module in chosen:
         if not _is_causal_loss(module.loss_function):
             raise UserError(
                 f"loss='tiled' replaces transformers' causal loss, but {type(module).__name__} uses "
-                f"{getattr(module.loss_function, '__name__', module.loss_function)!r}; leave loss out"
+                f"{getattr(module.loss_function, '__name__', module.loss_function)!r}; drop loss"
             )
     return chosen, frozen
 
@@ -99,7 +99,7 @@ def _is_causal_loss(function: Any) -> bool:
 
 
 def install_loss(model: nn.Module, rule: TileRule, impl: str = "torch") -> str:
-    """Put the tiled loss on the causal language models in ``model``; returns what was done, in words."""
+    """Put the tiled loss on the causal language models in ``model``; returns a description."""
     chosen, frozen = find_causal_lms(model)
     for _, module in chosen:
         remove_loss(module)
@@ -145,7 +145,7 @@ class TiledLoss(ForwardStandIn, Watched):
         return None
 
     def _take_over(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Have a call of TRL's head handed on to this forward, as TRL does with calls that do not ask for its head."""
+        """Route calls of TRL's head to this forward, as TRL does with calls that do not request its head."""
         if not (self.active and kwargs.get("fused_lm_head")):
             return None
         head = self._trl_above()
@@ -186,13 +186,14 @@ class TiledLoss(ForwardStandIn, Watched):
         if self.calls or self.told - {self.idle}:  # what was told says why
             return ""
         instead = "its forward was not called" if self._trl_above() is None else "TRL's own head ran"
-        return f"loss='tiled' was not used in the first training step: {self.why_untiled or instead}"
+        return f"loss='tiled' had no effect in the first training step: {self.why_untiled or instead}"
 
     def notes(self) -> list[str]:
         notes = self.warnings()
         if self.impl != "torch" and (self.trl or self._trl_above()) is not None:
             notes.append(
-                f"TRL asks for one score per token, which loss_impl={self.impl!r} does not compute: plain PyTorch does"
+                f"TRL asks for one score per token, which loss_impl={self.impl!r} does not support; using PyTorch "
+                "instead"
             )
         return notes
 
@@ -209,7 +210,7 @@ class TiledLoss(ForwardStandIn, Watched):
             return_logits: True: logits and the untiled loss, also in training; False: the tiled loss alone, also in
                 evaluation; None: logits in evaluation.
             trl_head: what TRL's head is asked for, where it stands over this forward.
-            **kwargs: the model's own. ``logits_to_keep`` asks for logits too.
+            **kwargs: the model's own. ``logits_to_keep`` also requests logits.
         """
         model = self.module
         if trl_head is None and self.active and self.trl is not None and kwargs.pop("fused_lm_head", False):
@@ -227,9 +228,9 @@ class TiledLoss(ForwardStandIn, Watched):
         if not self.active:
             return self.original(*args, **kwargs)
         if labels is None and not deferred:
-            why = "the model was called without labels, as label_smoothing_factor and compute_loss_func have it"
+            why = "the model was called without labels (as label_smoothing_factor and compute_loss_func do)"
         elif not deferred and (wants_logits or isinstance(keep, Tensor) or keep):
-            why = "logits were asked for"
+            why = "logits were requested"
         elif why := self._why_not():
             self.warn(f"its loss runs untiled: {why}")
         if why:
@@ -245,7 +246,7 @@ class TiledLoss(ForwardStandIn, Watched):
         if not _is_causal_loss(self.module.loss_function):
             return "the model's loss function was replaced after seqtile.apply"
         if hook := _listener(self.module.get_output_embeddings()):
-            return f"a hook on the head ({hook}) expects logits"
+            return f"a hook on the head ({hook}) needs logits"
         return ""
 
     def run(
@@ -276,7 +277,7 @@ class TiledLoss(ForwardStandIn, Watched):
         model_loss = model.loss_function
 
         def make(hidden: Tensor, why: str) -> Tensor:
-            self.warn(f"{type(model).__name__} needs its logits ({why}): the loss runs untiled")
+            self.warn(f"{type(model).__name__} needs its logits ({why}), so the loss runs untiled")
             return head(hidden)  # type: ignore[no-any-return]
 
         def loss(
@@ -367,8 +368,8 @@ class TiledLoss(ForwardStandIn, Watched):
                     return plain(rows, weight, head.bias)
             if sharded:
                 raise UserError(
-                    "the head's weight is a DTensor that nobody gathers before it runs, and whether its ranks have "
-                    "the same tokens is not known; call seqtile.token_logprobs in your own forward, or leave loss out"
+                    "the head's weight is a DTensor that is not gathered, and seqtile cannot tell whether its "
+                    "ranks have the same tokens; call seqtile.token_logprobs in your forward, or drop loss"
                 )
 
             inner = ((path, submodule) for path, submodule in head.named_modules() if path)
@@ -414,25 +415,23 @@ class HeadOf:
 
 @contextmanager
 def deferred_logits(*models: nn.Module) -> Iterator[None]:
-    """Inside, a model with a tiled loss that is called without labels returns logits that are not there yet.
+    """Inside, a model with a tiled loss returns deferred logits when it is called without labels.
 
-    Their scales, slices of tokens and ``log_softmax`` are written down; ``gather`` of it scores those tokens in tiles,
-    as :func:`seqtile.token_logprobs` does. Whatever else is asked of them makes the real ones, which is said once.
+    Scaling, slices of tokens and ``log_softmax`` of deferred logits are recorded; ``gather`` of the result scores those
+    tokens in tiles, as :func:`seqtile.token_logprobs` does. Any other operation materialises them,
+    which is logged once.
 
     Args:
         *models: each with ``seqtile.apply(model, loss="tiled")``, wrapped or not.
 
     Raises:
-        UserError: one without a tiled loss.
+        UserError: a model without a tiled loss.
     """
     installed = []
     for model in models:
         standing = standing_losses(model)
         if not standing:
-            raise UserError(
-                f"{type(model).__name__} has no tiled loss whose logits could be deferred; call "
-                "seqtile.apply(model, loss='tiled') first"
-            )
+            raise UserError(f"{type(model).__name__} has no tiled loss; call seqtile.apply(model, loss='tiled') first")
         installed += standing
     were_deferring = [loss.deferring for loss in installed]
     try:
@@ -465,4 +464,4 @@ def _place_of(model: nn.Module, head: nn.Module) -> tuple[nn.Module, str]:
         for name, child in children_of(parent).items():
             if child is head:
                 return parent, name
-    raise UserError(f"loss='tiled' cannot find the head of {type(model).__name__} among its modules; leave loss out")
+    raise UserError(f"loss='tiled' found no LM head in {type(model).__name__}; drop loss")

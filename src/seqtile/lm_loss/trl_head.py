@@ -1,4 +1,4 @@
-"""TRL's fused head, taken over: its calls, answered by the tiled head.
+"""Run calls of TRL's fused head in the tiled head.
 
 TRL's trainers (SFT, DPO, GRPO, KTO, RLOO) put a forward of their own on the model that answers ``fused_lm_head=True``
 with log-probabilities. Where :func:`seqtile.apply` runs after the trainer was built, the tiled loss stands over that
@@ -60,8 +60,8 @@ class TrlHead:
             settings = trl_head_settings(forward)
         except KeyError as error:
             raise UserError(
-                f"this version of TRL keeps {error} of its fused head where seqtile does not find it; leave loss out "
-                "and let TRL compute the loss"
+                f"this version of TRL stores {error} of its fused head differently, which seqtile does not support; "
+                "drop loss and use TRL's own"
             ) from None
         if settings is None:
             return None
@@ -75,7 +75,7 @@ class TrlHead:
         from trl.trainer.utils import FusedCausalLMOutput
 
         if unknown := {*self.outputs} - {"log_probs", "entropy", "is_top1", "log_sum_sq_probs", "mean_logits"}:
-            raise UserError(f"TRL asks its head for {sorted(unknown)}, which the tiled head does not compute")
+            raise UserError(f"TRL asks its head for {sorted(unknown)}, which the tiled head does not support")
         shift = kwargs.get("shift_labels")
         labels = kwargs["labels"] if shift is None else shift
         kwargs.setdefault("labels", labels)

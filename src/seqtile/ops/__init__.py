@@ -1,1 +1,1 @@
-"""Tensors in, tensors out: operators that know no model and no engine."""
+"""Tensors in, tensors out: operators that depend on no model and no engine."""

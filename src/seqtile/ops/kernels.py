@@ -1,4 +1,4 @@
-"""Kernels that PyTorch's compiler makes of a function of buffers, and what runs where they cannot."""
+"""Compile functions of buffers with torch.compile, with an eager fallback."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Kernels:
             return False
         hides = next((mode for mode in dispatch_modes() if not mode.ignore_compile_internals()), None)
         if hides is not None:  # the compiler would skip the kernel for good if it were called under this mode
-            self._say(_CALL, f"torch.compile does not run under the dispatch mode {type(hides).__name__}")
+            self._say(_CALL, f"torch.compile does not support the dispatch mode {type(hides).__name__}")
             return False
         if variant not in self._kernels:
             self._kernels[variant] = _compile(build(), len(self._kernels))
@@ -70,12 +70,12 @@ class Kernels:
             self._kernels[variant](*buffers)
         except RanEagerlyError:
             del self._kernels[variant]  # what the compiler has skipped once it skips for good
-            self._say(_CALL, "torch.compile is switched off or has skipped them")
+            self._say(_CALL, "torch.compile is disabled or skipped them")
         except Exception as error:  # noqa: BLE001  # whatever a compiler raises; nothing was written
             if _is_out_of_memory(error):
                 self._say(_CALL, "out of memory for a kernel")
             elif "RecompileLimit" in type(error).__name__:  # its class is private to the compiler
-                self._say(_CALL, "torch.compile has reached its limit of recompiled variants")
+                self._say(_CALL, "torch.compile reached its recompilation limit")
             else:
                 self.failed.add(variant)
                 # The first line is often no more than "backend='inductor' raised:".

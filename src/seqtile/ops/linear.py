@@ -351,7 +351,7 @@ class Layer:
     def input_gradient(
         self, dy: Tensor, out: Tensor, dlow: Tensor | None, mask: Tensor | None, *, add: bool = False
     ) -> None:
-        """Write the gradient of the input, ``[t, in]``, into ``out``, or add it to what stands there."""
+        """Write the gradient of the input, ``[t, in]``, into ``out``, or add it to its values."""
         shrink = self.shrink
         if dlow is not None and shrink is not None and shrink.narrow and mask is not None and not add:
             torch.mm(dlow, shrink.down, out=out).mul_(mask)  # the dropped part first, in place: no buffer of its own

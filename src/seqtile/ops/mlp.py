@@ -138,9 +138,7 @@ def fused_mlp(
     tensors, kinds = mlp.split
     for t in (x, *tensors):
         if t.is_complex():
-            raise TypeError(
-                f"the fused operator computes real numbers, got {t.dtype}; use run_in_tiles (path='generic')"
-            )
+            raise TypeError(f"the fused operator does not support {t.dtype}; use run_in_tiles (path='generic')")
     drops = mlp.dropout > 0 or any([kind.has_adapter and kind.dropout > 0 for kind in kinds])
     plan = MlpPlan(
         tuple(kinds[:-1]), kinds[-1], mlp.activation, mlp.gated, mlp.up_first,

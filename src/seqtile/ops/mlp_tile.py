@@ -154,7 +154,7 @@ class Pass:
         self.first.backward(x, n, values, masks, dx, lows)  # values hold the gradients of gate and up
 
     def _start(self, x: Tensor) -> tuple[Tensor, list[Tensor | None], Tensor | None]:
-        """The normed input in the compute dtype, and every mask of the tile, drawn in one fixed order."""
+        """The normed input in the compute dtype, and every mask of the tile, drawn in a fixed order."""
         masks = [*self.first.draw(x.shape[0]), self.down.draw(x.shape[0]) if self.down.draws else None]
         drop = None
         if self.plan.dropout > 0:

@@ -139,7 +139,7 @@ class NormedLinears:
         return needs_x or (self.norm is not None and self.norm.trains)
 
     def draw(self, rows: int) -> list[Tensor | None]:
-        """The masks of the layers' adapters for one tile, drawn in one fixed order."""
+        """Draw the masks of the layers' adapters for one tile, in a fixed order."""
         return [layer.draw(rows) for layer in self.layers] if self._draws else [None] * len(self.layers)
 
     def normed(self, x: Tensor) -> Tensor:

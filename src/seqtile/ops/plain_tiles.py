@@ -1,4 +1,4 @@
-"""Tiles of a position-wise function under plain autograd: what the operators must agree with, and what is compiled."""
+"""Tiles of a position-wise function under plain autograd: the reference of the operators, and the compiled path."""
 
 from __future__ import annotations
 

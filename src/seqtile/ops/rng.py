@@ -1,4 +1,4 @@
-"""What a recompute needs besides tensors: the random stream and the autocast state of the forward."""
+"""Random and autocast state of a forward, restored in its recompute."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class RandomState:
 
     @property
     def is_now(self) -> bool:
-        """Whether the stream stands there."""
+        """Whether the stream is at this position."""
         with disable_current_modes():
             return torch.equal(self._state, self._get())
 

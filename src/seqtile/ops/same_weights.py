@@ -1,4 +1,4 @@
-"""A recompute must read the weights that its forward read; notices when it would not.
+"""Check that a recompute reads the weights that its forward read.
 
 Looked up again at every tile, a weight may be another one by then: ``torch.func.functional_call`` puts its tensors in
 for the length of the forward, a parameter is replaced, an optimiser steps too early. PyTorch's checkpoint recomputes
@@ -86,8 +86,8 @@ class SameWeights:
             if name in self._names or live[name].requires_grad:
                 how = "no trainable" if name in self._names else "a new"
                 raise RuntimeError(
-                    f"cannot recompute a tile: in backward the block has {how} weight {name!r}; expected those of its "
-                    "forward, so leave weights, adapters and requires_grad as they are until the backward is done"
+                    f"cannot recompute a tile: the block has {how} weight {name!r} in backward compared with its "
+                    "forward; do not change weights, adapters or requires_grad before backward is done"
                 )
         for name, mark in self._marks.items():
             weight = live[name]
@@ -96,15 +96,15 @@ class SameWeights:
             if id(weight) == mark.identity:
                 if mark.version is not None and version_of(weight) != mark.version:
                     raise RuntimeError(
-                        f"cannot recompute a tile: weight {name!r} was modified in place after the forward (got "
-                        f"version {version_of(weight)}, expected {mark.version}); update weights after the backward"
+                        f"cannot recompute a tile: weight {name!r} was modified in place after the forward (version "
+                        f"{version_of(weight)}, expected {mark.version}); update weights after backward"
                     )
             elif (mark.address is None or _address(weight) != mark.address) and not (
                 mark.computed and _is_computed(weight)
             ):
                 raise RuntimeError(
-                    f"cannot recompute a tile: weight {name!r} is another tensor in backward than in the forward "
-                    "(torch.func.functional_call, or a parameter that was replaced); run the backward with the same "
-                    "weights in place, or undo seqtile for this call"
+                    f"cannot recompute a tile: weight {name!r} is a different tensor in backward than in forward "
+                    "(torch.func.functional_call, or a replaced parameter); run backward with the same weights, or "
+                    "call seqtile.undo"
                 )
         return live

@@ -286,7 +286,7 @@ class TileSource:
 
 
 class TileGradients:
-    """What the tiles of one backward pass produce, until ``_Save`` hands it over.
+    """What the tiles of one backward pass produce, until ``_Save`` returns it.
 
     Attributes:
         cuts: the tiles.

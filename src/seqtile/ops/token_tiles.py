@@ -28,14 +28,16 @@ def refuse_trace() -> None:
     """
     if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         raise NotImplementedError(
-            "torch.jit.trace would write down the tiles of this input's length for every length; trace the untiled "
-            "model: seqtile.undo(model) first, seqtile.apply again afterwards"
+            "torch.jit.trace would record the tiles of this length for every length; call seqtile.undo(model) "
+            "first and seqtile.apply afterwards"
         )
 
 
 def refuse_second_derivative(
-    sentence: str = "a tiled block has first derivatives only, got create_graph=True; undo tiling for this backward, "
-    "or run it without create_graph",
+    sentence: str = (
+        "a tiled block does not support double backward, got create_graph=True; call seqtile.undo for this backward, "
+        "or drop create_graph"
+    ),
 ) -> None:
     """Raise inside a backward with ``create_graph=True``: its gradients would come out as constants, without a word.
 
@@ -60,7 +62,7 @@ class Cuts:
             if tensor.dim() < 2 or tensor.shape[:-1].numel() != tokens:
                 raise ValueError(
                     f"cannot tile: input {number} has shape {tuple(tensor.shape)}, expected [..., D] with "
-                    f"{tokens:,} rows in at least two dimensions; pass it as a keyword that is not split"
+                    f"{tokens:,} rows in at least two dimensions; pass it as a keyword argument that is not split"
                 )
         if sum(self.sizes) != tokens:
             raise ValueError(f"cannot tile: sizes sum to {sum(self.sizes):,}, expected {tokens:,} rows")
@@ -107,8 +109,8 @@ class Cuts:
         if output.dim() > 0 and output.shape[0] == size:
             return output
         raise ValueError(
-            f"cannot tile: for a tile of {size:,} tokens the block returned shape {tuple(output.shape)}, expected one "
-            "row per token; it is not position-wise, leave it out with only="
+            f"cannot tile: for a tile of {size:,} tokens the block returned shape {tuple(output.shape)}, expected "
+            "one row per token; it is not position-wise, so exclude it with only="
         )
 
     def joined_shape(self, output: Tensor, index: int) -> tuple[int, ...]:

@@ -1,1 +1,1 @@
-"""Will it fit? Planned before, probed during, explained after."""
+"""Plan, measure and explain the memory of a training step."""

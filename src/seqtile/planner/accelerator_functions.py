@@ -1,4 +1,4 @@
-"""Functions that hold other bytes on an accelerator than on the CPU, for fake steps that are sized for one.
+"""Functions whose memory differs between accelerators and the CPU, for fake steps.
 
 * Dropout keeps its mask in a byte an element, not in the type of its input (``at::dropout`` calls ``native_dropout``
   where ``is_fused_kernel_acceptable``; ``aten/src/ATen/native/Dropout.cpp``).
@@ -39,7 +39,7 @@ def accelerator_functions() -> Iterator[None]:
         AttentionInterface.register(name, _drops_nothing(function))
     try:
         with warnings.catch_warnings():
-            # Hidden states in fp32 under weights in bf16, of which PyTorch's CPU says that no kernel is fused.
+            # Hidden states in fp32 with bf16 weights: PyTorch's CPU warns that no fused kernel is used.
             warnings.filterwarnings("ignore", "Mismatch dtype between input and weight")
             yield
     finally:

@@ -77,7 +77,7 @@ def find_device(text: str) -> Device:
     close = difflib.get_close_matches(name, DEVICES, n=1, cutoff=0.5)
     hint = f"did you mean {close[0]!r}? " if close else ""
     names = ", ".join(DEVICES)
-    raise UserError(f"device {text!r} is not listed; {hint}use one of {names}, or its memory, such as 80GiB")
+    raise UserError(f"unknown device {text!r}; {hint}use one of {names}, or its memory, such as 80GiB")
 
 
 def this_device() -> Device:
@@ -89,11 +89,9 @@ def this_device() -> Device:
     device = accelerator()
     if device is None:
         free = available_host_bytes()
-        source = "free memory of the host" if free else "8 GiB, as this system does not say how much memory is free"
+        source = "free memory of the host" if free else "8 GiB, because this system does not report its free memory"
         return Device("cpu", free or 8 * GIB, None, source)
     total = total_device_bytes()
     if not total:
-        raise UserError(
-            f"{device_name()} does not say how much memory it has; seqtile plan --device takes a size, 80GiB"
-        )
+        raise UserError(f"{device_name()} does not report its memory; use seqtile plan --device 80GiB")
     return Device(device.type, total, None, "the driver", compute_capability())

@@ -1,4 +1,4 @@
-"""Encoders that train as masked language models: what they are given, and which attention they have."""
+"""Encoders that train as masked language models: their inputs, and their attention."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def check_attention(config: Any) -> None:
     model_class: Any = MODEL_FOR_MASKED_LM_MAPPING[type(config)]
     if not attention_is_exchangeable(model_class):
         raise UserError(
-            f"{model_class.__name__} of the installed transformers computes attention in code of its own, and "
-            "a plan is of encoders that call the attention function they are told (BERT, RoBERTa, ModernBERT, ELECTRA, "
-            "...); plan one of those, or use a newer transformers"
+            f"{model_class.__name__} of the installed transformers computes attention in its own code, which cannot "
+            "be planned; use an encoder with pluggable attention (BERT, RoBERTa, ModernBERT, ELECTRA, ...), or a "
+            "newer transformers"
         )
 
 
@@ -55,7 +55,7 @@ def in_one_sentence(config: Any) -> Iterator[None]:
             raise
         instead = "plan another encoder" if is_masked_lm(config) else "try another --attention, or plan another model"
         raise UserError(
-            f"a step of model type {config.model_type!r} cannot be run on shapes, and without that there is no plan "
+            f"cannot plan model type {config.model_type!r}: a step does not run on fake tensors "
             f"({in_its_words(error)}); {instead}"
         ) from error
 
@@ -109,16 +109,14 @@ class EncoderStep(StepKind):
     def check(self, request: Request, max_length: int | None) -> None:
         options, model_type = request.options, request.config.model_type
         if request.grpo is not None:
-            raise UserError(f"GRPO trains causal language models, and {model_type!r} is an encoder; drop --loss grpo")
+            raise UserError(f"GRPO trains causal language models, but {model_type!r} is an encoder; drop --loss grpo")
         if request.split > 1:
             setting = f"sp-size {request.sp_size}" if request.sp_size > 1 else f"cp-size {request.cp_size}"
-            raise UserError(
-                f"{setting} splits the sequences of causal language models, and {model_type!r} is an encoder; drop it"
-            )
+            raise UserError(f"{setting} is for causal language models, but {model_type!r} is an encoder; drop it")
         if options.loss is not None or options.loss_tile != "auto":
             raise UserError(
-                f"the tiled loss is of causal language models, and {model_type!r} is an encoder, whose loss takes "
-                "whole logits; use loss full and no loss tile"
+                f"loss='tiled' is for causal language models, but {model_type!r} is an encoder; use loss full, "
+                "without a loss tile"
             )
 
     def notes(self, request: Request, counts: Counts, states: Mapping[str, Sequence[str]]) -> list[str]:

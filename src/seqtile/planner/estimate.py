@@ -1,4 +1,4 @@
-"""What a plan finds: bytes with their bounds, term by term."""
+"""The result of a plan: bytes with bounds, by term."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Saving:
         chosen: whether they do.
         more: bytes on the device that it adds to the expected peak; None where that was not looked at.
         share: of the step's operations that it saves.
-        why: in words.
+        why: as a sentence.
     """
 
     chosen: bool

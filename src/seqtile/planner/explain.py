@@ -1,4 +1,4 @@
-"""Why each setting, what to turn on next, and the recipe of it all."""
+"""Explain a plan's settings, propose the next one, and write the recipe."""
 
 from __future__ import annotations
 
@@ -220,7 +220,7 @@ def recipe(planner: Planner, tokens: int) -> dict[str, Any]:
         keys["tile"] = options.tile
     for name, how in WRITTEN.items():
         value = getattr(options, name)
-        if how.recipe and value != DEFAULTS[name] and (name, value) != ("blocks", "none"):  # tiled_mlp says it
+        if how.recipe and value != DEFAULTS[name] and (name, value) != ("blocks", "none"):  # tiled_mlp is that key
             keys[name] = value
     if options.loss:
         keys["loss_tile"] = setup.loss_tile

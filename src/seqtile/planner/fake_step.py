@@ -1,4 +1,4 @@
-"""One training step, the real thing: on real tensors or on fake ones, by the same code."""
+"""Run one training step, on real or on fake tensors."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def build(config: Any, setup: Setup, device: str, sample: LayerSample | None = N
         base: Any = causal_model(model)
         if not base.supports_gradient_checkpointing:
             raise UserError(
-                f"{type(base).__name__} of the installed transformers has no activation checkpoints; use --checkpoint "
-                "none"
+                f"{type(base).__name__} of the installed transformers does not support activation checkpointing; "
+                "use --checkpoint none"
             )
         with warnings.catch_warnings():
             # Transformers 5.23 has another name for it, and warns; 5.0 has this one alone:
@@ -82,8 +82,8 @@ def build(config: Any, setup: Setup, device: str, sample: LayerSample | None = N
             report = apply_options(model, options)
             blocks = report.blocks
         else:
-            with suppress(UserError):  # there are none
-                blocks = apply(model).blocks  # whose parts of the step are told apart untiled too
+            with suppress(UserError):  # no block
+                blocks = apply(model).blocks  # their phases are separated untiled too
                 undo(model)
             if options.beside_blocks:
                 apply_options(model, options.without_blocks())
@@ -108,25 +108,25 @@ def build_bare(config: Any, setup: Setup, device: str, sample: LayerSample | Non
     both = bool(getattr(config, "is_encoder_decoder", False))
     causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and not is_masked_lm(config)
     if both or not (masked or causal or setup.pictures is not None or hasattr(config, "auto_map")):
-        what, instead = "no causal or masked language model of transformers", "the configuration of one"
+        what, instead = "not a causal or masked language model of transformers", "the configuration of one"
         if both:
-            what = "an encoder-decoder, whose rows have two lengths"
+            what = "an encoder-decoder with two sequence lengths"
         elif is_masked_lm(config):
-            what = "an encoder with a tower for pictures"
+            what = "an encoder with a vision tower"
         elif config.model_type in ANY_SIZE + ONE_SIZE:
-            what = "a language model with a tower for pictures"
-            instead = "its pictures too (--images N)"
+            what = "a language model with a vision tower"
+            instead = "its images too (--images N)"
         elif towers_of(config) and type(text := config.get_text_config()) in MODEL_FOR_CAUSAL_LM_MAPPING:
-            what = "a language model with a tower for pictures or sound"
-            instead = f"that of its language model alone ({text.model_type}), and count the tokens of pictures as text"
+            what = "a language model with a vision or audio tower"
+            instead = f"that of its language model alone ({text.model_type}), and count image tokens as text"
         raise UserError(
-            f"model type {config.model_type!r} is {what}, and a plan is of a causal or a masked language model; give "
+            f"model type {config.model_type!r} is {what}, and plans support causal and masked language models; pass "
             f"{instead}"
         )
     if getattr(config.get_text_config(), "hidden_size_per_layer_input", None):
         raise UserError(
-            f"model type {config.model_type!r} gives each decoder layer embeddings of its own "
-            "(hidden_size_per_layer_input), whose gradients no plan counts; leave the plan out (and --fit)"
+            f"model type {config.model_type!r} has embeddings in each decoder layer (hidden_size_per_layer_input), "
+            "which plans do not support; drop the plan (and --fit)"
         )
 
     attention = register_flash() if setup.attention == "flash" else setup.attention
@@ -147,7 +147,7 @@ def build_bare(config: Any, setup: Setup, device: str, sample: LayerSample | Non
         if sample is not None and sample.layers != tuple(range(config.get_text_config().num_hidden_layers)):
             sample.place(model, whole)
     except (ValueError, TypeError, ImportError, KeyError) as error:
-        raise UserError(f"the model cannot be built from its configuration: {str(error).splitlines()[0]}") from None
+        raise UserError(f"cannot build the model from its configuration: {str(error).splitlines()[0]}") from None
     return model
 
 
@@ -166,7 +166,7 @@ def _add_lora(model: Any, setup: Setup, device: str) -> tuple[Any, list[str]]:
         try:
             adapted = get_peft_model(model, adapters)
         except ValueError as error:
-            raise UserError(f"the adapters cannot be made: {str(error).splitlines()[0]}") from None
+            raise UserError(f"cannot add the adapters: {str(error).splitlines()[0]}") from None
     left_out = without_adapters(model, adapters)
     return adapted, [] if left_out is None else [left_out]
 
@@ -183,7 +183,7 @@ def fake_step(
 
     def step(config: Any) -> StepRun:
         for dtype in LOW:
-            products_sum_in_fp32("cpu", dtype)  # probed with numbers, so before there are none
+            products_sum_in_fp32("cpu", dtype)  # probed with real numbers, before fake tensors
         built = build(config, setup, "meta", sample)
         with (
             _as_on(setup.device_type),

@@ -1,4 +1,4 @@
-"""How much a step computes and copies, and how long that takes: an estimate from rates that an H100 was measured at."""
+"""FLOPs and copies of a step, and its estimated time, from rates measured on an H100."""
 
 from __future__ import annotations
 

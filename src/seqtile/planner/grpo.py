@@ -1,7 +1,7 @@
-"""A step of GRPO: what it holds beside a supervised one of the same rows.
+"""The memory of a GRPO step beyond that of a supervised step of the same sequences.
 
-Its loss runs on fake tensors as the rest of the step does. What stands beside the step is a formula here: the frozen
-reference of a model whose every weight trains, and a generator that shares the device. TRL 1.16.0 is what is followed
+Its loss runs on fake tensors as the rest of the step does. Two terms are formulas here: the frozen reference of a model
+whose every weight trains, and a generator that shares the device. They follow TRL 1.16.0
 (``trl/trainer/grpo_trainer.py``, ``trl/models/utils.py``, ``trl/generation/vllm_generation.py``).
 """
 
@@ -122,13 +122,13 @@ class GrpoStep(StepKind):
     def check(self, request: Request, max_length: int | None) -> None:
         assert request.grpo is not None
         if request.sp_size > 1:
-            raise UserError(f"TRL's GRPO does not split sequences, got sp-size {request.sp_size}; use --sp-size 1")
+            raise UserError(f"TRL's GRPO does not support sp-size {request.sp_size}; use --sp-size 1")
         together, group = request.batch * request.accumulation * request.gpus, request.grpo.group
         if together % group:
             needed = math.lcm(group, request.batch * request.gpus) // (request.batch * request.gpus)
             raise UserError(
-                f"an update has {together} completions (batch size {request.batch} x {request.accumulation} "
-                f"micro-batches x {request.gpus} GPUs), which are no whole groups of {group}; use "
+                f"{together} completions per update (batch size {request.batch} x {request.accumulation} "
+                f"micro-batches x {request.gpus} GPUs) are not a multiple of the group size {group}; use "
                 f"--gradient-accumulation {needed}"
             )
 

@@ -1,4 +1,4 @@
-"""What attention kernels take inside themselves, which no tensor of the step shows."""
+"""Workspace that attention kernels allocate internally."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _promoted(args: tuple[Any, ...], out: Tensor | None) -> int:
 
 
 def flash2_workspace(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Buffers of FlashAttention-2's backward on a GPU, by the shapes of the fake kernel that stands in for it.
+    """Buffers of FlashAttention-2's backward on a GPU, by the shapes of the fake kernel that replaces it.
 
     The query's gradient is summed in fp32 over lengths rounded up to 128; one fp32 number per query and head; keys'
     and values' gradients are made for every query head and summed afterwards. Source: PyTorch

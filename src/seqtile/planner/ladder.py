@@ -1,4 +1,4 @@
-"""The settings that a length needs, in one order: what costs the step least time first.
+"""Candidate settings for a length, fastest first.
 
 :data:`LADDER` is that order. A plan goes down it until the length fits (:func:`choose_rung`); a run that is out of
 memory goes on from where it stands (:func:`tighter`). What spends spare memory on speed (``keep``) is tried on the rung
@@ -47,7 +47,7 @@ class Rung:
     """One step down.
 
     Attributes:
-        cost: what it costs in time, in words.
+        cost: in time, as a phrase.
         techniques: what is on.
         divisor: tiles are as many times smaller than those of ``"auto"``.
     """
@@ -80,17 +80,17 @@ _INPUTS_ON_HOST = (LAYER_CHECKPOINTS, CHECKPOINTS_ON_HOST)
 _TIGHTEST = (*_INPUTS_ON_HOST, MINIMAL_MEMORY)
 
 LADDER = (
-    Rung("nothing is computed twice"),
-    Rung("layers are computed twice but for attention's kernel", (ATTENTION_SAVED,)),
-    Rung("the same, in more and smaller kernels", (ATTENTION_SAVED, MINIMAL_MEMORY)),
-    Rung("layers are computed twice", (LAYER_CHECKPOINTS,)),
-    Rung("layers are computed twice, in more and smaller kernels", (LAYER_CHECKPOINTS, MINIMAL_MEMORY)),
-    Rung("what checkpoints keep is copied to the host and back", _SAVED_ON_HOST),
-    Rung("the same, in more and smaller kernels", (*_SAVED_ON_HOST, MINIMAL_MEMORY)),
-    Rung("layers are computed twice, and their inputs copied to the host and back", _INPUTS_ON_HOST),
-    Rung("the same, in more and smaller kernels", _TIGHTEST),
-    Rung("the weights' gradients are rewritten four times as often", _TIGHTEST, TILE_STEP),
-    Rung("products of few tokens are slow", _TIGHTEST, TILE_STEP**2),
+    Rung("no recompute"),
+    Rung("layers are recomputed, except attention's kernel", (ATTENTION_SAVED,)),
+    Rung("the same, with more and smaller kernels", (ATTENTION_SAVED, MINIMAL_MEMORY)),
+    Rung("layers are recomputed", (LAYER_CHECKPOINTS,)),
+    Rung("layers are recomputed, with more and smaller kernels", (LAYER_CHECKPOINTS, MINIMAL_MEMORY)),
+    Rung("checkpoints are copied to the host and back", _SAVED_ON_HOST),
+    Rung("the same, with more and smaller kernels", (*_SAVED_ON_HOST, MINIMAL_MEMORY)),
+    Rung("layers are recomputed, and their inputs copied to the host and back", _INPUTS_ON_HOST),
+    Rung("the same, with more and smaller kernels", _TIGHTEST),
+    Rung("weight gradients are accumulated four times as often", _TIGHTEST, TILE_STEP),
+    Rung("matrix products over few tokens are slow", _TIGHTEST, TILE_STEP**2),
 )
 """Cheapest first. Without an accelerator nothing can be moved to the host, and those rungs stay on the device."""
 
@@ -171,7 +171,7 @@ def choose_rung(request: Request, tokens: int, fixed: Mapping[str, Any], *, can_
     longest, limit = planner.longest()
     expected, memory = estimate.device.expected / GIB, request.device.memory / GIB
     raise DoesNotFit(
-        f"rows of {tokens:,} tokens do not fit {_devices(request)} by the plan, with the tightest settings: "
+        f"{tokens:,} tokens per sequence do not fit on {_devices(request)} even with the tightest settings: "
         f"{expected:,.2f} GiB of {memory:,.2f} GiB ({limit}); "
         + (f"the longest that fits is {longest:,} (max_length: {longest})" if longest else "no length fits"),
         planner, longest,
@@ -198,7 +198,7 @@ def _smaller(settings: TilingOptions, times: int) -> dict[str, Any]:
 
 
 def would_avoid(request: Request, settings: TilingOptions, tokens: int, short: int, *, can_offload: bool) -> str | None:
-    """The first tighter settings that by the plan hold ``short`` bytes less than these, in words; None if none do."""
+    """Describe the first tighter settings whose plan is ``short`` bytes lower than of these; None without one."""
     planner, estimate_now = _plan(settings, request, tokens, None)
     settings_below = tighter(settings, can_offload=can_offload)
     while settings_below is not None:
@@ -271,7 +271,7 @@ def _spend(
 ) -> Chosen:  # fmt: skip
     """``chosen`` with the memory that is left spent on keeping gate and up."""
     fused = any(block.path == "fused" for block in chosen.planner.built.blocks)
-    why = "no memory to spare: every tile's gate and up are computed again"
+    why = "no memory to spare: gate and up are recomputed in every tile"
     if "keep" in fixed or chosen.settings.tile == "auto" or not fused:
         return replace(chosen, reasons=_reasons(chosen.settings, tried, fixed))
     for keep in KEEPS if tried[-1].rung.divisor == 1 else ():
@@ -279,7 +279,7 @@ def _spend(
         planner, estimate = _plan(settings, request, tokens, chosen.planner)
         if planner.fits_at_the_high_estimate(estimate):
             added_gib = (estimate.device.expected - chosen.estimate.device.expected) / GIB
-            why = f"{added_gib:,.2f} GiB more, which fit; {keep:.0%} of the tiles are not computed again"
+            why = f"{added_gib:,.2f} GiB more; {keep:.0%} of the tiles are not recomputed"
             chosen = Chosen(settings, planner, estimate, {}, True)
             break
     return replace(chosen, reasons={**_reasons(chosen.settings, tried, fixed), "keep": why})
@@ -292,19 +292,19 @@ def _reasons(settings: TilingOptions, tried: list[_Tried], fixed: Mapping[str, A
         location = " on the host" if last.settings.offload else ""
         high, memory = last.estimate.device.high / GIB, last.planner.request.device.memory / GIB
         kept = last.settings.checkpoint or "none"
-        cheaper = f"; checkpoint {kept}{location} would take up to {high:,.2f} GiB of {memory:,.2f} GiB"
+        cheaper = f"; checkpoint {kept}{location} would use up to {high:,.2f} GiB of {memory:,.2f} GiB"
     reasons = {
         "checkpoint": f"{rung.cost}{cheaper}",
-        "offload": "what checkpoints keep does not fit the device" if settings.offload else "not needed",
-        "tile": "tiles of this size would not lower the peak at this length"
+        "offload": "checkpoints do not fit on the device" if settings.offload else "not needed",
+        "tile": "smaller tiles would not lower the peak at this length"
         if settings.tile == "auto"
         else "the rule of auto" if rung.divisor == 1 else "larger tiles do not fit",
         "loss_tile": "the rule of auto" if rung.divisor == 1 else "larger tiles do not fit",
-        "blocks": "norms and projections whole would not fit" if rung.minimal_memory else "more is not needed",
-        "heads": "all heads at once would not fit" if settings.heads else "all at once: fewer are not needed",
+        "blocks": "untiled norms and projections would not fit" if rung.minimal_memory else "more is not needed",
+        "heads": "all heads at once would not fit" if settings.heads else "all at once, as they fit",
     }  # fmt: skip
     if settings.state is not None:
-        reasons["state"] = "layers with a state hold one tile at a time, at the same products"
+        reasons["state"] = "layers with a state run one tile at a time, with the same FLOPs"
     return {name: "as given" if name in fixed else why for name, why in reasons.items()} | (
         {"keep": "as given"} if "keep" in fixed else {}
     )

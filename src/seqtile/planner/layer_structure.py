@@ -110,7 +110,7 @@ class Depths:
             numbers = [n for n, layer_kind in enumerate(self.kinds) if layer_kind == order[position]]
             targets = {numbers[0]} if is_first else {*numbers[1:2], numbers[-1]}
             if len(numbers) == 1 and is_first != (numbers[0] == 0):
-                continue  # the other copy of the kind's single layer stands for it
+                continue  # represented by the other copy of the kind's single layer
             as_first = replace(phase, layer=order.index(order[position]))
             as_last = replace(phase, layer=width + order[width:].index(order[position]))
             moved = replace(as_last, layer=1 + width + order[width:].index(order[position]))  # behind one layer more
@@ -140,7 +140,7 @@ def _extrapolated(
 
 
 def find_depths(config: Any, model: nn.Module) -> Depths:
-    """The few layers that stand for all of ``model``: its first and last layer of each kind, and one more of each.
+    """The few layers that represent all of ``model``: its first and last layer of each kind, and one more of each.
 
     Kinds differ in the layers' classes, shapes or attention types.
 
@@ -150,14 +150,13 @@ def find_depths(config: Any, model: nn.Module) -> Depths:
     layers = decoder_layers(model)
     if not layers:
         raise UserError(
-            f"no list of layers (with attention or a state) in {type(model).__name__}; plan a language model that has "
-            "one"
+            f"found no list of layers (with attention or a state) in {type(model).__name__}; plan another model"
         )
     depth = getattr(config, "num_hidden_layers", None)
     if is_masked_lm(config) and len(layers) != depth:
         raise UserError(
-            f"{type(model).__name__} has {len(layers)} layers with weights of their own for a depth of {depth}, and a "
-            "plan is of models with as many; plan another encoder"
+            f"{type(model).__name__} has {len(layers)} distinct layers for a depth of {depth}, which plans do not "
+            "support; plan another encoder"
         )
     types = list(getattr(config.get_text_config(), "layer_types", None) or ())
     modules = [model.get_submodule(layer.name) for layer in layers]
@@ -266,7 +265,7 @@ def count_weights(config: Any, model: nn.Module) -> Counts:
 
 
 def experts_of(text: Any) -> int:
-    """Experts of a layer of the language model with this configuration, 0 where there are none."""
+    """Experts of a layer of the language model with this configuration, or 0."""
     names = ("num_local_experts", "num_experts", "n_routed_experts")
     return next((int(experts) for name in names if (experts := largest_of_layers(text, name))), 0)
 

@@ -1,4 +1,4 @@
-"""Follow one training step: what is live at the peak of each part, by what it is for."""
+"""Track which bytes are live at the peak of each phase of a step, by purpose."""
 
 from __future__ import annotations
 

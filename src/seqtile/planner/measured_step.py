@@ -1,4 +1,4 @@
-"""One real step, phase by phase, beside what the plan said of it."""
+"""Measure one real step, phase by phase, and compare it with its plan."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class MeasuredSide:
         peak_at: the part of the step where the plan has its peak.
         terms: bytes there by what they are for, as (measured, planned).
         timeline: live bytes after each operator; on an accelerator as counted, where the peaks are the allocator's.
-        ran: what the tiled blocks did, as :class:`seqtile.install.runs.Runs` says it.
+        ran: what the tiled blocks did, from :class:`seqtile.install.runs.Runs`.
     """
 
     name: str
@@ -120,7 +120,7 @@ def probe(config: Any, setup: Setup, tokens: int, snapshot: Path | None = None, 
     if device_type == "cpu":
         run_at = _within_memory(config, setup, tokens, device.memory)
         if snapshot is not None:
-            notes.append("no memory snapshot: the CPU's allocator keeps none")
+            notes.append("no memory snapshot on a CPU")
     with names_of_kernels() as operators:
         if device_type == "cpu":
             tiled = _measure("tiled", config, setup, run_at, device_type, None)
@@ -128,7 +128,7 @@ def probe(config: Any, setup: Setup, tokens: int, snapshot: Path | None = None, 
             run_at, tiled = _halving(config, setup, tokens, device_type, snapshot)
     notes += attention_sentences(operators)
     if run_at < tokens:
-        notes.append(f"{tokens:,} tokens do not fit here; this is {run_at:,}")
+        notes.append(f"{tokens:,} tokens do not fit here; measured {run_at:,}")
     sides = [tiled]
     untiled = replace(setup, options=setup.options.without_blocks())
     try:
@@ -148,7 +148,7 @@ def _within_memory(config: Any, setup: Setup, tokens: int, free: int) -> int:
             return length
         length //= 2
     raise UserError(
-        f"this model does not fit {free / 2**30:.1f} GiB of free memory with 64 tokens; probe a smaller one"
+        f"this model does not fit in {free / 2**30:.1f} GiB of free memory with 64 tokens; probe a smaller one"
     )
 
 
@@ -161,7 +161,7 @@ def _halving(
             return length, _measure("tiled", config, setup, length, device_type, snapshot)
         except torch.OutOfMemoryError:
             length //= 2
-    raise UserError(f"not even {2 * length:,} tokens fit this device; ask `seqtile plan` what would")
+    raise UserError(f"{2 * length:,} tokens do not fit on this device; `seqtile plan` shows what does")
 
 
 def _measure(
@@ -243,7 +243,7 @@ def plot_timeline(probed: Probe, path: Path) -> None:
         label = f"{side.name}, peak {side.peak / unit:,.1f} {word}"
         axes.plot(where, live_sizes, color=colours[side.name], linewidth=1.3, label=label)
     standing = probed.sides[0].standing / unit
-    axes.axhline(standing, color="#999999", linewidth=0.9, linestyle=":", label="weights and optimiser state")
+    axes.axhline(standing, color="#999999", linewidth=0.9, linestyle=":", label="weights and optimizer state")
     axes.set_xlim(0, 1)
     axes.set_ylim(bottom=0)
     axes.set_xlabel("share of the step's operators")

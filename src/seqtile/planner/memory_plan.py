@@ -1,4 +1,4 @@
-"""Will it fit? The memory of a step on a device, term by term, and the longest sequence that fits."""
+"""The memory of a step on a device, by term, and the longest sequence that fits."""
 
 from __future__ import annotations
 
@@ -162,8 +162,7 @@ class Planner:
             *self.built.notes,
             *(note for step_kind in self.kinds for note in step_kind.notes(request, self.counts, self.states)),
             *(
-                f"its {name} tower: its weights are counted, not what it holds while it reads; the tokens that it "
-                "makes count into the length"
+                (f"the {name} tower's weights are included, its activations are not; its tokens are part of the length")
                 for name in silent_towers
             ),
             *_checkpoint_notes(request.config, request.qlora),

@@ -59,13 +59,15 @@ def refuse_missing(model: str) -> None:
         return
     path = Path(model).expanduser()
     if path.is_dir() and not (path / "config.json").is_file():
-        raise UserError(f"model directory {model!r} has no config.json; give a directory written by save_pretrained")
+        raise UserError(
+            f"model directory {model!r} has no config.json; expected a directory written by save_pretrained"
+        )
     looks_local = model.startswith((".", "/", "~")) or model.count("/") != 1 or path.suffix == ".json"
     if not path.exists() and looks_local:
         close = difflib.get_close_matches(model.lower(), NAMED, n=1, cutoff=0.6)
         hint = f"did you mean {close[0]!r}? " if close else ""
         raise UserError(
-            f"model {model!r} does not exist; {hint}give a config.json, a model directory, a Hub id or one of "
+            f"model {model!r} does not exist; {hint}expected a config.json, a model directory, a Hub id or one of "
             f"{', '.join(NAMED)}"
         )
 
@@ -94,8 +96,8 @@ def read_config(model: str, trust_remote_code: bool = False) -> Any:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         reason = lines[-1].strip() if isinstance(error, StrictDataclassError) else lines[0]
         raise UserError(
-            f"cannot read the configuration of model {model!r} ({reason}); give a config.json, a model directory, "
-            "or a Hub id and a network"
+            f"cannot read the configuration of model {model!r} ({reason}); expected a config.json, a model "
+            "directory, or a Hub id and a network"
         ) from None
 
 

@@ -1,4 +1,4 @@
-"""What a plan can be asked, by name: checked before torch or a model library is imported."""
+"""The names that a plan accepts: checked before torch or a model library is imported."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def check_names(
     sp_size: int, batch: int, accumulation: int, nodes: int, scans: str, cp_size: int = 1,
     max_length: int | None = None,
 ) -> None:  # fmt: skip
-    """Refuse a name that no plan knows, a number that is none, and ranks that do not go together.
+    """Refuse an unknown name, a number below 1, and ranks that exclude each other.
 
     Raises:
-        UserError: with the names that are known.
+        UserError: with the valid names.
     """
     for name, value, names_known in (
         ("engine", engine, ENGINES), ("attention", attention, ATTENTIONS), ("dtype", precision, PRECISIONS),

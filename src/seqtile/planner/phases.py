@@ -1,4 +1,4 @@
-"""Which part of a training step is running: labels for the memory that each part holds."""
+"""Label the phases of a training step."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class _Labels:
     """Follows forward, recompute and backward through hooks, and names the running part to the counter.
 
     Forward hooks tell which module runs, in the recompute of an activation checkpoint too. In the backward, the
-    gradient of a module's output arriving says that its backward begins, that of its input that it has ended.
+    gradient of a module's output marks the begin of its backward, that of its input the end.
     """
 
     def __init__(self, live: LiveBytes) -> None:

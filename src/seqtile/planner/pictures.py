@@ -1,4 +1,4 @@
-"""Pictures in the rows of a vision-language model: how many tokens they are, and what the model is given of them."""
+"""Images in the sequences of a vision-language model: their tokens and inputs."""
 
 from __future__ import annotations
 
@@ -52,16 +52,15 @@ def read_pictures(
     model_type = config.model_type
     vision = getattr(config, "vision_config", None)
     if vision is None or model_type not in ANY_SIZE + ONE_SIZE:
-        what = "takes no pictures" if vision is None else "has a vision tower that is not known here"
+        what = "takes no pictures" if vision is None else "has an unsupported vision tower"
         raise UserError(
-            f"model type {model_type!r} {what}; pictures are planned for {', '.join(ANY_SIZE + ONE_SIZE)}; for "
-            "others count their tokens into the length"
+            f"model type {model_type!r} {what}; --images supports {', '.join(ANY_SIZE + ONE_SIZE)}; for others add "
+            "the image tokens to the length"
         )
     if find_spec("transformers.vision_utils") is None:
         raise UserError(
-            "pictures are planned with versions of Transformers that have transformers.vision_utils, which the "
-            f"installed {package_version('transformers')} has not; use a newer one, or count the tokens of pictures as "
-            "text"
+            f"--images needs transformers.vision_utils, which transformers {package_version('transformers')} does "
+            "not have; use a newer version, or count image tokens as text"
         )
     if model_type in ONE_SIZE:
         return _of_one_size(config, vision, count, tokens)
@@ -70,7 +69,7 @@ def read_pictures(
     if tokens is not None:
         count, height, width = 1, merge, tokens * merge
     elif size is None:
-        raise UserError(f"model type {model_type!r} takes pictures of any size; give --image-size HEIGHTxWIDTH too")
+        raise UserError(f"model type {model_type!r} takes images of any size; add --image-size HEIGHTxWIDTH")
     else:  # to the nearest whole number of tokens, as Transformers' processors resize
         height, width = (max(1, round(side / unit)) * merge for side in size)
     channels = getattr(vision, "in_channels", None) or vision.in_chans
@@ -91,8 +90,8 @@ def _of_one_size(config: Any, vision: Any, count: int | None, tokens: int | None
     if tokens is not None:
         if tokens % each:
             raise UserError(
-                f"{tokens:,} image tokens are no whole number of pictures of {each:,} tokens, which is what model type "
-                f"{config.model_type!r} makes of each; use --images N"
+                f"{tokens:,} image tokens are not a multiple of {each:,}, the tokens per image of model type "
+                f"{config.model_type!r}; use --images N"
             )
         count = tokens // each
     return Pictures(count or 1, each, (side, side), (3, side, side))
@@ -227,13 +226,9 @@ class PictureStep(StepKind):
 
     def check(self, request: Request, max_length: int | None) -> None:
         if request.split > 1:
-            raise UserError(
-                "pictures in a sequence that ranks share are not modelled; drop --images or sp-size and cp-size"
-            )
+            raise UserError("--images does not support sp-size and cp-size; drop one")
         if request.grpo is not None:
-            raise UserError(
-                "pictures in a step of GRPO are not modelled; drop --images, and count their tokens as text"
-            )
+            raise UserError("--images does not support --loss grpo; drop it, and count image tokens as text")
         assert request.pictures is not None
         if max_length is not None and max_length <= request.pictures.tokens:
             raise UserError(

@@ -1,4 +1,4 @@
-"""Length against memory, term by term."""
+"""Plot memory over length, by term."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OTHER_COLOURS = ("#6b7f82", "#8fa3a6", "#adbfc2", "#c9d6d8", "#dfe8ea")
 def require_matplotlib() -> None:
     """Raise a :class:`UserError` where plots cannot be drawn."""
     if find_spec("matplotlib") is None:
-        raise UserError("a plot needs matplotlib; install it with: pip install matplotlib")
+        raise UserError("--plot needs matplotlib; run: pip install matplotlib")
 
 
 def plot_lengths(planner: Planner, tokens: int, path: Path) -> None:
@@ -58,7 +58,7 @@ def plot_lengths(planner: Planner, tokens: int, path: Path) -> None:
     axes.set_xlim(lengths[0], lengths[-1])
     axes.set_ylim(0, 1.25 * max(memory, estimates[39].device.expected / GIB))
     axes.set_xlabel("tokens in a row")
-    axes.set_ylabel("GiB on one device at the step's peak")
+    axes.set_ylabel("GiB on one device at the peak")
     axes.xaxis.set_major_locator(MultipleLocator(_step(lengths[-1])))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda n, _: f"{n / 1024:,.0f}K" if n >= 4096 else f"{n:,.0f}"))
     axes.spines[["top", "right"]].set_visible(False)

@@ -1,4 +1,4 @@
-"""What a plan is asked: model, devices, engine and settings, checked before anything is computed."""
+"""The request of a plan: model, devices, engine and settings, checked before anything is computed."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Request:
         device: each accelerator.
         gpus: how many, on all nodes together.
         nodes: hosts that they are on, equally many on each.
-        node_link: bytes per second from each node to the others, None if it is not said.
-        device_link: bytes per second from each device to the others of its node, None if it is not said.
+        node_link: bytes per second from each node to the others, or None.
+        device_link: bytes per second from each device to the others of its node, or None.
         host_memory: bytes of each node's host memory; None if not given.
         engine: one of :data:`seqtile.planner.names.ENGINES`.
         sp_size: ranks that share one sequence (Ulysses).
@@ -41,7 +41,7 @@ class Request:
         attention: one of :data:`seqtile.planner.names.ATTENTIONS`.
         scans: of layers with a state: in the fast ``"kernels"``, in transformers' ``"pytorch"`` paths, or in the
             kernels that are ``"installed"`` here.
-        options: what :func:`seqtile.apply` is told. ``checkpoint`` None is no activation checkpoints; ``"auto"``
+        options: of :func:`seqtile.apply`. ``checkpoint`` None is no activation checkpointing; ``"auto"``
             chooses between ``"layer"`` and ``"attention-saved"`` at the planned length.
         precision: ``"mixed"`` (fp32 weights, bf16 products; a frozen model in bf16), ``"bfloat16"`` or ``"float32"``.
         batch: rows per rank and micro-batch.
@@ -159,9 +159,9 @@ def check_request(request: Request, max_length: int | None) -> None:
     )  # fmt: skip
     check_keep(options)
     if request.qlora and request.lora is None:
-        raise UserError("qlora trains adapters; give their rank too, such as --lora r=16")
+        raise UserError("qlora needs the rank of the adapters; add lora, such as --lora r=16")
     if request.qlora and request.sharded:
-        raise UserError(f"4-bit weights under {request.engine} are not modelled; use --engine ddp or one GPU")
+        raise UserError(f"plans do not support 4-bit weights under {request.engine}; use --engine ddp or one GPU")
     if max_length is not None and max_length < 2:
         raise UserError(f"got max length {max_length}, expected at least 2 tokens")
 
@@ -189,7 +189,7 @@ def refuse_encoder(config: Any, model: str, what: str) -> None:
     """
     if is_masked_lm(config):
         raise UserError(
-            f"{what} causal language models, and {model!r} is an encoder ({config.model_type}); plan its training with "
+            f"{what} causal language models, but {model!r} is an encoder ({config.model_type}); plan it with "
             "seqtile plan, and train it with transformers' Trainer after seqtile.apply"
         )
 
@@ -201,7 +201,9 @@ def check_keep(options: TilingOptions) -> None:
         UserError: with what to give instead.
     """
     if options.keep_rule(1).kind == "auto":
-        raise UserError("keep 'auto' asks a device what is free, and a plan has none; give a fraction or 'memory:4GiB'")
+        raise UserError(
+            "got keep 'auto', which depends on free memory and cannot be planned; use a fraction or 'memory:4GiB'"
+        )
 
 
 def check_ranks(request: Request, counts: Counts, no_ring: str) -> None:

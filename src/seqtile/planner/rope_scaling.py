@@ -1,4 +1,4 @@
-"""Rows longer than a model has positions: the rotary scaling that reaches them, of the model's own type.
+"""Rotary scaling for sequences beyond a model's positions, of the model's own type.
 
 A scaling of factor ``f`` that reaches ``P`` positions reaches ``P * F / f`` with factor ``F``. Llama 3.1 has 131,072
 positions with factor 8 over 8,192: its factor is no ratio of positions, and 262,144 need 16. A model without scaling
@@ -44,7 +44,7 @@ def scale_positions(config: Any, scaling: dict[str, Any], model: str) -> None:
     With ``longrope`` every long factor grows with the factor: it has one for each frequency.
 
     Raises:
-        UserError: it does not fit the model, or is none.
+        UserError: it is invalid, or does not fit the model.
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -52,7 +52,7 @@ def scale_positions(config: Any, scaling: dict[str, Any], model: str) -> None:
     text.rope_parameters = copy.deepcopy(getattr(text, "rope_parameters", None))
     layers, positions = _of_whole_rows(text), max_positions(config)
     if not layers or positions is None:
-        raise UserError(f"rope_scaling does not fit {model!r}, which has no rotary positions; leave it out")
+        raise UserError(f"rope_scaling does not apply to {model!r}, which has no rotary positions; drop it")
     if not {"rope_type", "factor"} <= scaling.keys():
         raise UserError("rope_scaling needs at least rope_type and factor, such as {rope_type: yarn, factor: 4}")
     rope_type, factor = scaling["rope_type"], scaling["factor"]
@@ -64,8 +64,8 @@ def scale_positions(config: Any, scaling: dict[str, Any], model: str) -> None:
     old_type = layers[0].get("rope_type", UNSCALED)
     if old_type not in (UNSCALED, rope_type):
         raise UserError(
-            f"rope_scaling: got rope_type {rope_type!r}, but {model!r} was trained with {old_type!r}, which scales "
-            f"other frequencies; use rope_type {old_type}"
+            f"rope_scaling: got rope_type {rope_type!r}, but {model!r} was trained with {old_type!r}; use rope_type "
+            f"{old_type}"
         )
     growth = factor / _factor(layers[0], positions)
     original: float = positions

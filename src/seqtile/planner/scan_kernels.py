@@ -1,6 +1,6 @@
-"""What the fast kernels of layers with a state allocate: a model, read from their sources and not measured.
+"""Allocations of the fast kernels of layers with a state, read from their sources, not measured.
 
-Each class stands for one ``torch.autograd.Function`` of a kernel library: it makes the tensors that one makes, in its
+Each class replaces one ``torch.autograd.Function`` of a kernel library: it makes the tensors that one makes, in its
 order, keeps what it saves, lets go where it lets go, and computes nothing. Sources: flash-linear-attention 0.5.2
 (``fla/ops/gated_delta_rule/chunk.py``, ``fla/ops/kda/chunk.py``), mamba-ssm 2.3.2
 (``mamba_ssm/ops/triton/ssd_combined.py``, ``mamba_ssm/ops/selective_scan_interface.py``), causal-conv1d. Left out:
@@ -27,7 +27,7 @@ SOURCES: dict[str, str] = {
     "Mamba": "mamba-ssm 2.3.2 and causal-conv1d",
     "short convolution": "causal-conv1d",
 }
-"""Whose allocations stand for each kind of state; kinds that are not here have PyTorch paths only."""
+"""The library whose allocations model each kind of state; other kinds have PyTorch paths only."""
 
 
 class _DeltaRule(torch.autograd.Function):
@@ -249,4 +249,4 @@ SCAN_KERNELS: dict[str, tuple[str, Callable[..., Any]]] = {
     "mamba_selective_scan": ("mamba_ssm", _selective_scan),
     "causal_conv1d_fn": ("causal_conv1d", _convolution),
 }
-"""For functions of transformers' modeling files the package with the kernel, and what stands for that kernel."""
+"""For functions of transformers' modeling files the package with the kernel, and its replacement."""

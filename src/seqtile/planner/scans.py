@@ -1,8 +1,8 @@
-"""What the scan of a layer with a state holds, without running it turn by turn.
+"""Memory of the scan of a layer with a state, without running its loop.
 
 Transformers' PyTorch paths of Gated DeltaNet, KDA, Mamba and RG-LRU loop over chunks or tokens: a fake step of 16,384
 tokens would be minutes of Python. Each loop is run on fake tensors at three short lengths instead. Where what it holds
-is a line in the tokens, an operator of those bytes stands for it in the fake step; where not, the loop itself runs.
+is a line in the tokens, an operator of those bytes replaces it in the fake step; where not, the loop itself runs.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def planned_scans(model: nn.Module, scans: str) -> Iterator[None]:
 
 
 def _planned(name: str, function: Callable[..., Any], scans: str) -> Callable[..., Any]:
-    """What stands for ``function``, which calls a kernel where transformers found one."""
+    """A replacement of ``function``, which calls a kernel where transformers found one."""
     package, kernel = SCAN_KERNELS.get(name, ("", None))
     if kernel is not None and (scans == "kernels" or (scans == "installed" and find_spec(package) is not None)):
         return kernel
@@ -187,7 +187,7 @@ class _Holding(torch.autograd.Function):
 
 
 class _WatchedSave(torch.autograd.Function):
-    """Saves a tensor that nobody else holds, and tells ``seen`` of it."""
+    """Saves a tensor without other references, and passes it to ``seen``."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, seen: list[Any]) -> Tensor:
@@ -235,7 +235,7 @@ def _line(
     loop: Callable[..., Any], shapes: tuple[tuple[str, _Shape], ...], others: tuple[tuple[str, Any], ...], chunk: int,
     autocast: bool,
 ) -> _Line | None:  # fmt: skip
-    """The line of ``loop``, None where it is none; runs under the autocast that is on, by which results are kept."""
+    """The fitted line of ``loop``, or None; runs under the current autocast, with which results are cached."""
     lengths = [turns * chunk for turns in TURNS]
     runs = [_run(loop, shapes, others, length) for length in lengths]
     sizes = [run[0] for run in runs]
@@ -294,7 +294,7 @@ def _tokens_in(tensor: Tensor, tokens: int) -> int | None:
 
 
 class _Begin(torch.autograd.Function):
-    """Begins a backward with a gradient that nobody else holds."""
+    """Begins a backward with a gradient without other references."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor) -> Tensor:
@@ -310,7 +310,7 @@ class ScanStep(StepKind):
     """A step of a model with layers that carry a state, if it has any."""
 
     def applies(self, config: Any, setup: Setup) -> bool:
-        return True  # what has no such layer is left as it is
+        return True  # no effect on models without such layers
 
     def running(self, model: Any, setup: Setup, tokens: int) -> AbstractContextManager[Any]:
         return planned_scans(model, setup.scans)

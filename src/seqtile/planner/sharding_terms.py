@@ -1,6 +1,6 @@
-"""What an engine makes of one rank's step: shards, gathered copies, buffers, and what moves to the host.
+"""Effects of an engine on one rank's memory: shards, gathered copies, buffers and offload.
 
-Only what no fake run can see is a formula here; every constant stands in :data:`CONSTANTS` with its source.
+Only what no fake run can see is a formula here; every constant is in :data:`CONSTANTS` with its source.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def _ulysses(request: Request, counts: Counts, tokens: float, phase: Phase) -> f
 
 
 def _shard(request: Request, counts: Counts, device_terms: dict[str, float], phase: Phase) -> None:
-    """What stands in ``gpus`` parts, and what is gathered, staged and kept whole meanwhile."""
+    """What is sharded over ``gpus`` ranks, and what is gathered, staged and replicated."""
     ranks, trained = request.gpus, counts.trained
     # The fake run holds every weight and gradient in the type that is gathered (adapters in fp32).
     size = float(request.setup().dtype.itemsize)
@@ -194,7 +194,7 @@ def _shard(request: Request, counts: Counts, device_terms: dict[str, float], pha
     # ZeRO-3 has one buffer of all gradients from set-up on (stage3.py, grad_partitions_flat_buffer), ZeRO-2 one from
     # the first reduction into this rank's part on: at the backward's beginning on the rank that has the last weights
     # (stage_1_and_2.py, copy_grads_in_partition). What one bucket holds is reduced when the backward ends.
-    # With accumulation that of the batches before stands beside it (independent_gradient_partition_epilogue).
+    # With accumulation the gradient of earlier batches is there too (independent_gradient_partition_epilogue).
     buckets = trained > ZERO_BUCKET
     buffers = 1.0
     if whole:

@@ -1,4 +1,4 @@
-"""How a step is run: what trains, with which optimiser, tiled or not."""
+"""Configuration of one step: trained weights, optimizer, tiling."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class Setup:
     Attributes:
         dtype: of the weights.
         autocast: products in bf16 while the weights stay what they are.
-        options: what :func:`seqtile.apply` is told; ``checkpoint`` is non-reentrant, and None is no checkpoints.
+        options: of :func:`seqtile.apply`; ``checkpoint`` is non-reentrant, and None is no checkpointing.
             Resolved for a length (:func:`seqtile.planner.tile_choice.resolve_tiles`), its tiles are numbers of tokens.
         lora: adapters on a frozen model; None trains every weight.
         optimizer: one of :data:`OPTIMIZERS`.

@@ -1,4 +1,4 @@
-"""What one step held, part by part."""
+"""The memory of one step, by phase."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The techniques that make longer sequences fit, in one list: what each sets, and what a step then holds no more.
+"""The techniques for longer sequences: what each sets, and what it saves.
 
 Everything that goes through them in an order takes them from here: ``--fit`` combines them by what they cost in time
 (:mod:`seqtile.planner.ladder`), ``seqtile plan`` proposes the next one (:mod:`seqtile.planner.explain`), and

@@ -1,4 +1,4 @@
-"""Which tiles a step of a given length uses, and which shorter steps use tiles of the same size."""
+"""Choose the tiles of a step, and shorter steps with tiles of the same size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one step moves between nodes and inside of them, in bytes, from the engine's collectives."""
+"""Bytes that one step moves between and inside nodes, from the engine's collectives."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What a block computes: candidates, traces and the formulas that are proven from them."""
+"""Recognise position-wise blocks: candidates, traces and formulas."""

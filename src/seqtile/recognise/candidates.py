@@ -1,4 +1,4 @@
-"""Find the blocks of a model that treat every token by itself: candidates by structure, proven by their traces."""
+"""Find a model's position-wise blocks: candidates by structure, verified by their traces."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Candidate:
         module: the block; the layer for ``"inline"`` and ``"pair"``.
         hidden: width of its input.
         intermediate: width of its widest tensor, per token.
-        layer: qualified name of the layer around it, "" if there is none.
+        layer: qualified name of the layer around it, or "".
         neighbours: what runs before and after it in that layer, and in the same tile.
         why: what proves that it is position-wise.
         proof: the proof; None for a block that the caller vouches for.
@@ -139,7 +139,7 @@ def find_blocks(
         if candidate is None:
             continue
         if tiled_by_liger(module):
-            why = "Liger tiles it already; put LigerSwiGLUMLP, LigerGEGLUMLP or the model's own MLP in its place"
+            why = "Liger tiles it already; use LigerSwiGLUMLP, LigerGEGLUMLP or the model's own MLP instead"
             left.append(Left(name, class_name, why))
             continue
         if not everything and NOT_LANGUAGE.search(name):
@@ -231,7 +231,7 @@ def _judged(model: nn.Module, block: Candidate, trusted: Trusted) -> Candidate |
     if proof.refuted:
         return Left(block.name, class_name, f"not position-wise: {proof.why_untiled(block.name)}")
     if trusts:
-        return replace(block, why="not verified: its caller vouches for it (trust=)", trusted=True)
+        return replace(block, why="not verified: trusted by the caller (trust=)", trusted=True)
     submodules = ((name, submodule) for module in chain.modules for name, submodule in module.named_modules() if name)
     try:
         refuse_gathering_inside(submodules, block=block.name, layer=block.layer)
@@ -305,14 +305,14 @@ def _unread(name: str, module: nn.Module) -> str:
         is_mlp = any(rows != columns for rows, columns in paired)
         if not is_mlp or looks_like_attention(name, module) or linear_widths(module) is not None:
             return ""
-        return "its matrices are parameters of its own, not linear layers; tile_module tiles it"
+        return "its matrices are bare parameters, not linear layers; use tile_module"
     if len(children_of(module)) < 2 or type(module).forward in (nn.Module.forward, nn.Sequential.forward):
         return ""
     if looks_like_attention(name, module) or linear_widths(module) is not None:  # an adapter's two are inside
         return ""
     for widths_of in (linear_widths, half_widths):
         if two := looks_inline(widths_of_children(module, widths_of)):
-            return f"its forward does not call {two[0]} and {two[1]} plainly one after another"
+            return f"its forward does not simply call {two[0]} and then {two[1]}"
     return ""
 
 

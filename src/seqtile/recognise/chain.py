@@ -1,4 +1,4 @@
-"""What runs in one tile: a block, alone or with the norm before it and what follows it."""
+"""The chain that runs in one tile: a block, alone or with the norm before it and what follows it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model's decoder layers, and what in each of them lets a token read the tokens before it: attention or a state.
+"""Find a model's decoder layers and their mixers: attention or a state.
 
 Layers are found by structure, not by name: they are the entries of an outermost list of modules, at least one of which
 holds attention or a layer with a state. The class names of transformers give the kind of state; a layer that only
@@ -130,7 +130,7 @@ def looks_like_attention(name: str, module: nn.Module) -> bool:
 
 
 def kind_of(name: str, module: nn.Module) -> str:
-    """The kind of mixer that a module is, "" if it is none."""
+    """The kind of mixer that a module is, or ""."""
     if isinstance(module, torch.jit.ScriptModule):  # whose parameters are in no dictionary
         return ""
     if state := named_state(module):

@@ -1,4 +1,4 @@
-"""Whether a block computes what the fused operator computes, forward and backward.
+"""Check that a block computes the fused operator's formula, forward and backward.
 
 The block's trace must be that of the operator's plain twin on the same weights: outputs, the input's gradient, every
 weight's gradient, and what is drawn at random.
@@ -83,7 +83,7 @@ class Formula:
 
 
 def formula_of(chain: Chain, graph: Graph, tracer: Tracer) -> Formula | str:
-    """The formula that a traced chain computes, or why it is none."""
+    """The formula that a traced chain computes, or why it is not supported."""
     why = "its trace is another formula than down(act(gate(x)) * up(x)) or down(act(up(x)))"
     reasons = list[str]()
     trained = {name for name, gradient in graph.gradients if gradient is not None and not name.startswith("input ")}

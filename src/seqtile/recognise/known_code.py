@@ -1,4 +1,4 @@
-"""Which code a known library wrote: it is traced once and trusted. Custom code is left untiled and named."""
+"""Tell code of known libraries, which is traced and trusted, from custom code, which is left untiled."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LIBRARIES = frozenset(
     "torch transformers peft accelerate bitsandbytes torchao liger_kernel deepspeed trl axolotl swift unsloth "
     "unsloth_zoo seqtile".split()
 )
-"""Packages whose modules are tested. The code of a model repository (``transformers_modules``) is none of them."""
+"""Packages whose modules are tested. The code of a model repository (``transformers_modules``) is not."""
 
 
 def is_known(code: Any) -> bool:

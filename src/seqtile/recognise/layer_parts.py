@@ -1,4 +1,4 @@
-"""What runs right before and right after a block in its decoder layer, from a trace of the layer's own forward.
+"""Trace a decoder layer's forward to find what runs directly before and after its block.
 
 Stand-ins replace the layer's children, record their inputs and return new tensors. So only the code between the
 children runs, and the records show which call reads which tensor.
@@ -317,7 +317,7 @@ def layer_steps(layer: nn.Module, hidden: int, plain: Mapping[str, int]) -> Laye
             kwargs = {**dict.fromkeys(needed), **dict.fromkeys(shaped, shape), **dict.fromkeys(numbers, shape[1])}
             try:
                 return in_a_thread(partial(_run_layer, layer, shape, plain, kwargs))  # type: ignore[no-any-return]
-            except Exception:  # noqa: BLE001 - it wants another shape, or arguments that nobody knows
+            except Exception:  # noqa: BLE001 - it needs another shape, or unknown arguments
                 continue
     return None
 

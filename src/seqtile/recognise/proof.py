@@ -1,4 +1,4 @@
-"""Proofs that a chain treats every token by itself, with the formula it computes, and how long they hold.
+"""Proofs that a chain is position-wise, with its formula, and when they expire.
 
 A proof is made once for all modules of the same classes and settings, in one mode: training or evaluation, dtypes,
 autocast, with or without gradients. It holds for an instance while the objects in its snapshot
@@ -39,7 +39,7 @@ class Mode:
     """The mode of a call.
 
     Attributes:
-        inputs: dimensions and dtype of each tensor that is split; a word stands for token axes.
+        inputs: dimensions and dtype of each tensor that is split; a name represents token axes.
         device: where they are.
         autocast: dtype of autocast, None where it is off.
         gradients: whether a backward will follow.
@@ -83,8 +83,8 @@ class Proof:
         if self.refuted:
             return self.why_not
         return (
-            f"{self.why_not}; trust={name!r} tiles it if it treats every token by itself, and seqtile.verify compares "
-            "the gradients of the whole model"
+            f"{self.why_not}; trust={name!r} tiles it if it is position-wise, and seqtile.verify compares the "
+            "gradients of the whole model"
         )
 
 
@@ -123,10 +123,10 @@ def prove(chain: Chain, mode: Mode, *, trusted: bool = False) -> Proof:
     """
     modules = chain.modules
     if any(is_offloaded(module) for module in parts_of(modules)):
-        why = "accelerate fetches its weights at each call and drops them (device_map), and every tile would be one"
+        why = "accelerate loads its weights at each call (device_map), so every tile would load them"
         return Proof(why, False, None, why)
     if any(isinstance(module, torch.jit.ScriptModule) for module in parts_of(modules)):
-        return Proof("not proven: TorchScript hides what it computes", False, None, "")
+        return Proof("cannot be traced: TorchScript hides its operations", False, None, "")
     if not trusted and (custom := custom_code(modules, chain.functions, chain.called)):
         return Proof.of_custom(custom)
     key = (chain.key, mode, tuple(map(setting, chain.functions)), description(modules))
@@ -147,9 +147,7 @@ def _prove(chain: Chain, mode: Mode) -> Proof:
         return Proof(f"not proven: {error}", False, None, "")
     except Exception as error:  # noqa: BLE001 - whatever a module raises on tensors without memory
         first_line = str(error).splitlines()[0][:200] if str(error) else ""
-        return Proof(
-            f"not proven: it could not be executed here ({type(error).__name__}: {first_line})", False, None, ""
-        )
+        return Proof(f"cannot be traced: it failed to run ({type(error).__name__}: {first_line})", False, None, "")
 
 
 def _routed(chain: Chain) -> Proof:
@@ -158,7 +156,7 @@ def _routed(chain: Chain) -> Proof:
     while type(experts).__name__ == "ParamWrapper":  # PEFT's
         experts = experts.base_layer
     if custom := custom_code([experts]):
-        raise Untraceable(f"{custom} is custom code, which no trace can follow through its experts")
+        raise Untraceable(f"{custom} is custom code, and experts cannot be traced")
     _, *names = inspect.signature(type(experts).forward).parameters
     routes = names[0] == "hidden_states" and len(names) == 3 and "ind" in names[1] and "weight" in names[2]
     if not routes:  # Llama 4's get the rows of each expert instead

@@ -60,7 +60,7 @@ class Recorder(TorchDispatchMode):
 
     def flow(self, tensor: Tensor) -> Flow:
         if id(tensor) not in self._known:
-            raise Untraceable(f"it reads a tensor {tuple(tensor.shape)} that is no weight or buffer of its own")
+            raise Untraceable(f"it reads a tensor {tuple(tensor.shape)} that is neither its weight nor its buffer")
         return self._known[id(tensor)][1]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -81,9 +81,9 @@ class Recorder(TorchDispatchMode):
             result = func(*args, **kwargs)
         except DataDependentOutputException:
             if any(flow.axes or flow.summed for flow in map(self.flow, tensors)):
-                raise NotPerToken("its forward decides by the values of its input") from None
+                raise NotPerToken("its forward depends on the values of its input") from None
             if tensors[0].dtype is not torch.bool or func is not READ_NUMBER:
-                raise Untraceable("it reads the value of a weight") from None
+                raise Untraceable("its forward depends on the value of a weight") from None
             self.operators.add(READ_NUMBER_NAME)
             # Checks that raise read values: "is one of them infinite?" (PEFT's VB-LoRA), "are all of them valid?".
             return self.expressions.keys[self.flow(tensors[0]).expr][0] == ALL_TRUE
@@ -117,7 +117,7 @@ class Recorder(TorchDispatchMode):
                 given_axes = {axis for flow in call.flows() for axis in flow.axes}
                 if not self.in_backward and any(given_axes - set(Flow(call.dims(leaf), 0).axes) for leaf in out):
                     raise call.mixes("is taken over them")
-                raise NoRule(f"it uses {name}, for which there is no rule")
+                raise NoRule(f"it uses {name}, which cannot be traced")
             flows = rule(call)
         except NoRule as error:  # go on: what comes later may refute
             self.no_rule = self.no_rule or error
@@ -137,7 +137,7 @@ class Recorder(TorchDispatchMode):
     def _write(self, target: Tensor, flow: Flow) -> None:
         root = self.flow(target).root
         if owner := self._owners.get(root):
-            raise NotPerToken(f"its forward writes into {owner}")
+            raise NotPerToken(f"its forward writes to {owner}")
         for key, (alias, alias_flow) in list(self._known.items()):
             if alias_flow.root == root and alias is not target:
                 if flow.summed != alias_flow.summed:

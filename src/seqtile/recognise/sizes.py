@@ -1,4 +1,4 @@
-"""The sizes that stand for "any number of tokens" in a trace, and the refusals of a trace.
+"""The sizes that represent "any number of tokens" in a trace, and the refusals of a trace.
 
 A trace runs on tensors without memory, so its sizes may be as large as they like: large primes, which no feature
 dimension has as a factor. A multiple of one of them was computed from the number of tokens.

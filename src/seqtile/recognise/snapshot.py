@@ -1,4 +1,4 @@
-"""What a proof rests on: the classes, settings, hooks and kinds of tensors of the modules that run.
+"""State that a proof depends on: classes, settings, hooks and tensor types of the modules.
 
 :class:`Snapshot` checks in microseconds that an instance has not changed; instances with equal :func:`description`
 share one proof.

@@ -1,4 +1,4 @@
-"""How every operator passes the token dimensions of its inputs on to its outputs, and what it computes.
+"""Rules of operators: how token dimensions propagate, and the expression computed.
 
 A rule refuses an operator through which one token sees another. An operator without a rule proves nothing.
 """
@@ -100,7 +100,7 @@ def numbers_in(values: Tensor) -> Any:
     if isinstance(values, FakeTensor):
         return None
     if values.numel() > 1000:
-        raise Untraceable(f"it makes a tensor of {values.numel():,} numbers that no one can compare")
+        raise Untraceable(f"it makes a tensor of {values.numel():,} numbers, too many to compare")
     with disable_current_modes():  # they are real
         numbers = values.flatten().tolist()
     finite = [number for number in numbers if isinstance(number, (int, float)) and math.isfinite(number)]
@@ -116,7 +116,7 @@ def reshaped(call: Call) -> list[Flow]:
         if flow.summed:
             raise call.mixes("reads the bits of a sum over tokens")
         if tensor.shape != out.shape:
-            raise NoRule(f"it uses {call.name} as another dtype, for which there is no rule")
+            raise NoRule(f"it uses {call.name} with another dtype, which cannot be traced")
         return [replace(flow, expr=call.expressions.number("bits", flow.expr, out.dtype))]
     atoms = [
         atom for size, inside in zip(tensor.shape, flow.dims, strict=True) for atom in inside or (size,) if atom != 1
@@ -266,7 +266,7 @@ def looked_up(call: Call) -> list[Flow]:
             call.flow_of(call.out[0], call.expr(), call.is_sum("src" if call.name.startswith("scatter") else "self"))
         ]
     if len(used) != 1 or any(flow.summed for flow in call.flows()):
-        raise NoRule(f"it uses {call.name} with {len(used)} indices, for which there is no rule")
+        raise NoRule(f"it uses {call.name} with {len(used)} indices, which cannot be traced")
     dim, index = (call.args["dim"] if gather else used[0][0]), used[0][1]
     if call.name.startswith("scatter") and any(set(flow.axes) - set(table_flow.axes) for flow in call.flows()):
         raise call.mixes("adds them up")
@@ -314,7 +314,7 @@ def product(call: Call) -> list[Flow]:
         return [flow]
     added = call.flow(args["self"])
     if added.summed != summed or args.get("alpha", 1) != 1 or args["beta"] != 1:
-        raise NoRule(f"it uses {call.name} with factors, for which there is no rule")
+        raise NoRule(f"it uses {call.name} with factors, which cannot be traced")
     return [replace(flow, expr=number.joined("add", (added, flow)))]
 
 
@@ -400,7 +400,7 @@ def refusing(why: str) -> TokenRule:
     def rule(call: Call) -> list[Flow]:
         if any(flow.axes or flow.summed for flow in call.flows()):
             raise call.mixes(why)
-        raise NoRule(f"it uses {call.name} of a weight, for which there is no rule")
+        raise NoRule(f"it uses {call.name} of a weight, which cannot be traced")
 
     return rule
 
@@ -409,12 +409,12 @@ def attended(call: Call) -> list[Flow]:
     """Attention: of tokens to each other, or within each of them (over heads)."""
     if any(flow.dims[-2] or flow.dims[-1] or flow.summed for flow in call.flows()):
         raise call.mixes("goes over several of them")
-    raise NoRule(f"it uses {call.name}, for which there is no rule")
+    raise NoRule(f"it uses {call.name}, which cannot be traced")
 
 
 def drawn(call: Call) -> list[Flow]:
     """Random numbers other than dropout's: refused."""
-    raise NotPerToken(f"it draws random numbers that are no dropout's ({call.name})")
+    raise NotPerToken(f"it draws random numbers outside dropout ({call.name})")
 
 
 TokenRule = Callable[[Call], list[Flow]]
@@ -465,7 +465,7 @@ _POINTWISE = frozenset(
 
 
 def rule_for(func: Any, name: str) -> TokenRule | None:
-    """The rule of an operator, or of the one whose result it writes in place; None where there is none."""
+    """The rule of an operator, or of the one whose result it writes in place, or None."""
     if name in TOKEN_RULES:
         return TOKEN_RULES[name]
     plain = getattr(torch.ops.aten, name.rstrip("_"), None)

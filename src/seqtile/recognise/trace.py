@@ -31,7 +31,7 @@ class Graph:
 
     Attributes:
         outputs: (expression, dimensions, dtype) of each tensor that the function returned, after how they are nested.
-        gradients: expression of the gradient of every input and weight, by name; None where there is none.
+        gradients: expression of the gradient of every input and weight, by name, or None.
         draws: the random draws, each with how often it was made.
         operators: names of all operators.
     """
@@ -79,7 +79,7 @@ class Tracer:
 
     Args:
         modules: what the functions run.
-        inputs: sizes and dtype of each input; a word stands for the token axes in a dimension.
+        inputs: sizes and dtype of each input; a name represents the token axes in a dimension.
         device: where the inputs are.
         autocast: its dtype where it is on.
         gradients: whether there is a backward.
@@ -175,7 +175,7 @@ class Tracer:
         if self.gradients:
             ends = [tensor for tensor in tensors if tensor.requires_grad]
             if not ends:
-                raise Untraceable("its output passes no gradient back")
+                raise Untraceable("no gradient flows back from its output")
             upstream = [torch.empty_like(tensor) for tensor in ends]
             for number, (tensor, gradient) in enumerate(zip(ends, upstream, strict=True)):
                 recorder.leaf(gradient, recorder.flow(tensor).dims, f"upstream {number}")

@@ -1,4 +1,4 @@
-"""The object that a layer takes for its cache while it runs over tiles: it holds the state of one layer, and no more.
+"""A cache object that passes one layer's state from tile to tile.
 
 Transformers' own cache writes the state in place, so that its gradient is lost or autograd refuses the backward. This
 one keeps what it is given, and what it has been given it never writes.

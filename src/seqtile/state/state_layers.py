@@ -1,4 +1,4 @@
-"""Find a model's layers with a state, and have those that are proven run over tiles of the sequence."""
+"""Find a model's layers with a state, and run verified ones over tiles of the sequence."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _joined(*names: str) -> str:
 
 
 def install_state(model: nn.Module, tile: int | str | None) -> tuple[str, list[Left]]:
-    """Have every proven layer with a state run over tiles of ``tile`` tokens; what was done, in words, and what not.
+    """Run every verified layer with a state over tiles of ``tile`` tokens; returns a description.
 
     Raises:
         UserError: a number of tokens was asked for, and no layer carries a state.
@@ -73,7 +73,7 @@ def install_state(model: nn.Module, tile: int | str | None) -> tuple[str, list[L
     carriers = [*find_carriers(model)]
     if not carriers and tile != "auto":
         raise UserError(
-            f"state={tile}: no layer of {type(model).__name__} carries a state along the sequence; leave state out"
+            f"state={tile}: {type(model).__name__} has no layer that carries a state along the sequence; drop state"
         )
     later = False
     with for_training(model):
@@ -81,7 +81,7 @@ def install_state(model: nn.Module, tile: int | str | None) -> tuple[str, list[L
             whole, why, ready = _choose(model, carrier, proofs)
             if why:
                 name = carrier.whole if whole else carrier.mixer
-                why = f"its mixer alone runs in tiles: {why}" if whole else why
+                why = f"only its mixer runs in tiles: {why}" if whole else why
                 left.append(Left(name, type(model.get_submodule(name)).__name__, why))
             if not whole:
                 continue
@@ -110,7 +110,7 @@ def _choose(model: nn.Module, carrier: Carrier, proofs: StateProofs) -> tuple[st
         if forward is not None and not isinstance(forward, TiledLayer):
             why = f"the forward of {name} was replaced"
         elif cache_argument(module) is None:
-            why = f"{type(module).__name__} takes no cache, so it cannot be handed a state"
+            why = f"{type(module).__name__} accepts no cache, so tiles cannot pass its state on"
         else:
             ready = is_here(module)
             tried = module if has_values(module) else model.get_submodule(carrier.mixer)  # routing has no shapes alone
@@ -139,7 +139,7 @@ def _sentence(done: Counter[tuple[str, str]], total: int, tile: int | str, later
         return "no layer carries a state"
     size = f"about {STATE_TOKENS:,}" if tile == "auto" else f"{tile:,}"
     what = ", ".join(f"{count} of {state}, {how}" for (state, how), count in done.items()) or "none"
-    proven = ", proven at their first call" if later else ""
+    proven = ", verified at their first call" if later else ""
     return f"layers with a state in tiles of {size} tokens: {sum(done.values())} of {total} ({what}){proven}"
 
 

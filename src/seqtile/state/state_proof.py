@@ -1,4 +1,4 @@
-"""Whether a layer computes the same in tiles that hand its state on: it is run both ways, outputs and gradients.
+"""Check that a layer computes the same in tiles that pass its state on: run both ways, outputs and gradients.
 
 Kernels and caches differ in what they do with a state that comes in: some take it, some take it and give it no
 gradient, some drop it. So the layer itself is asked, in the mode in which it runs, on a few tokens: whole, and in two
@@ -92,7 +92,7 @@ def _try(module: nn.Module, x: Tensor) -> str:
             return (_compare_tiles if has_values(module) else _connect)(_Trial(module, x))
     except Exception as error:  # noqa: BLE001 - whatever the layer's own code raises
         if isinstance(error, AttributeError) and isinstance(error.obj, CarriedState):
-            return f"it asks its cache for {error.name}, which is not how other layers keep a state"
+            return f"it uses its cache in an unsupported way ({error.name})"
         first = (str(error).splitlines() or [""])[0][:200]
         return f"in tiles it raises {type(error).__name__}: {first}"
 
@@ -138,7 +138,7 @@ def _has_gradient(value: Tensor, by: Tensor, values: bool) -> bool:
 
 
 def _not_handed_on(state: str) -> str:
-    return f"the {state} or its gradient is not handed on"
+    return f"the {state} or its gradient is not passed on"
 
 
 def _random_like(value: Tensor) -> Tensor:
@@ -217,7 +217,7 @@ class _Trial:
             for name in (state, f"{state}'s gradient"):
                 error, effect = (_relative(ends[name], whole[name]) for ends in (tiled, without))
                 if not error <= max(self.tolerance * LEAST, min(self.tolerance, effect / TELLS)):
-                    return f"after three tiles the {name} is {error:.1g} off what one tile ends with"
+                    return f"after three tiles the {name} is off by {error:.1g} from one tile's"
         return ""
 
     def tiled(self, sizes: Sequence[int], x: Tensor, padded: bool = False) -> Any:
@@ -238,7 +238,7 @@ class _Trial:
         error, name = distance(got, expected)
         if error <= self.tolerance:
             return ""
-        return f"in {how} {name} is {error:.1g} off: the state or its gradient is not handed on"
+        return f"in {how} {name} is off by {error:.1g}: the state or its gradient is not passed on"
 
 
 def _relative(got: Tensor, expected: Tensor) -> float:

@@ -28,13 +28,15 @@ class ReadWholeError(RuntimeError):
 
 
 class _Uncut:
-    """Stands for such an argument; a layer may hand it on, and nothing else."""
+    """Placeholder for such an argument; a layer may pass it on, and nothing else."""
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         self.__dict__["_shape"] = shape
 
     def refuse(self, *_: Any, **__: Any) -> Any:
-        raise ReadWholeError(f"it reads an argument of shape {self.__dict__['_shape']}, which no tile has a part of")
+        raise ReadWholeError(
+            f"it reads an argument of shape {self.__dict__['_shape']}, which cannot be split into tiles"
+        )
 
     __getattr__ = __getitem__ = __bool__ = __len__ = __iter__ = __add__ = __mul__ = __setattr__ = refuse
 
@@ -86,7 +88,7 @@ class TileCall:
             elif self.tokens in leaf.shape:
                 self._leaves[number] = _Uncut(tuple(leaf.shape))
             elif leaf.requires_grad:
-                self.why_whole = f"an argument of shape {tuple(leaf.shape)} needs a gradient"
+                self.why_whole = f"an argument of shape {tuple(leaf.shape)} requires a gradient"
         self._read_documents(starts)
 
     def _take(self, number: int) -> None:
@@ -99,7 +101,7 @@ class TileCall:
         if boundaries is None:
             return
         if self.batch > 1:
-            self.why_whole = "several rows of packed documents begin at different tokens"
+            self.why_whole = "packed documents start at different tokens in the sequences of a batch"
         elif boundaries.dim() == 2:  # seq_idx, [1, T]: the number of each token's document
             changes = (boundaries[0, 1:] != boundaries[0, :-1]).nonzero().flatten() + 1
             ends = [0, *changes.tolist(), self.tokens]
@@ -107,7 +109,7 @@ class TileCall:
         else:  # [documents + 1]
             self.documents = tuple(length for length in boundaries.diff().tolist() if length)
         if self.documents and sum(self.documents) != self.tokens:
-            self.why_whole = f"its documents hold {sum(self.documents):,} tokens and its sequence {self.tokens:,}"
+            self.why_whole = f"its documents have {sum(self.documents):,} tokens, but its sequence {self.tokens:,}"
 
     @property
     def states(self) -> list[str]:
@@ -140,7 +142,7 @@ def given(args: Sequence[Any], kwargs: Mapping[str, Any], argument: tuple[str, i
 
 
 def forward_of(module: nn.Module) -> Callable[..., Any]:
-    """The forward of a module's class, without what stands in for it and without its activation checkpoint."""
+    """The forward of a module's class, without its replacement and without its activation checkpoint."""
     view = view_of(module)
     if hasattr(view, "gradient_checkpointing"):
         view.__dict__["gradient_checkpointing"] = False

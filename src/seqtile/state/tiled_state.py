@@ -55,7 +55,7 @@ class StateForward(Installed):
         self.proofs = proofs
         self.cache = cache_argument(module)
 
-    left_out_compiled = "state is left out where torch.compile compiles a layer: it runs whole"
+    left_out_compiled = "state is ignored under torch.compile: compiled layers run untiled"
 
     def note(self) -> str:
         return f"state={self.state.tile}" if self.state.runs else ""
@@ -74,7 +74,7 @@ class StateForward(Installed):
         if given(args, kwargs, cache) is not None and not checkpointed:
             return self._whole("it was called with a cache; pass use_cache=False", args, kwargs)
         if hooked := self._hooked():
-            return self._whole(f"{hooked} has hooks, which tiles would run on other tensors", args, kwargs)
+            return self._whole(f"{hooked} has hooks, which tiles would call with other tensors", args, kwargs)
         call = TileCall(args, kwargs, cache)
         if call.why_whole:
             return self._whole(call.why_whole, args, kwargs)
@@ -120,4 +120,4 @@ def refusals(model: nn.Module) -> list[str]:
         forward = module.__dict__.get("forward")
         if isinstance(forward, StateForward) and forward.refused:
             names_by_refusal.setdefault(forward.refused, []).append(forward.state.name)
-    return [f"state: {', '.join(names)} not in tiles: {why}" for why, names in names_by_refusal.items()]
+    return [f"state: {', '.join(names)} not tiled: {why}" for why, names in names_by_refusal.items()]

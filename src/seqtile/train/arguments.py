@@ -1,4 +1,4 @@
-"""The recipe in the trainer's words: TRL's ``SFTConfig`` and PEFT's ``LoraConfig``."""
+"""Translate a recipe into TRL's ``SFTConfig`` and PEFT's ``LoraConfig``."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def trainer_arguments(recipe: Recipe, output: Path, *, documents: bool, rows: in
     values |= trainer_values(recipe)
     values |= _checkpointing(recipe, SFTConfig.__dataclass_fields__)
     if values["use_cpu"] and (idle := [key for key in ("fp16", "activation_offloading") if values.get(key)]):
-        raise UserError(f"trainer.{idle[0]} is for accelerators, and there is none; drop it")
+        raise UserError(f"trainer.{idle[0]} needs an accelerator, and none is available; drop it")
     try:
         with warnings.catch_warnings():
             # TRL itself sets the name that Transformers has deprecated.
@@ -131,8 +131,8 @@ def _packing(recipe: Recipe, documents: bool) -> dict[str, Any]:
         packing = "wrapped"
     if packing and recipe.cp_size > 1:
         raise UserError(
-            f"text files are joined to rows of max_length tokens, and ring attention (cp_size {recipe.cp_size}) knows "
-            "no documents; give rows, or 'packing: false' for one row a file"
+            f"text files are packed to max_length tokens, but ring attention (cp_size {recipe.cp_size}) does not "
+            "support packing; use a dataset of rows, or 'packing: false' for one sequence per file"
         )
     if not packing:
         return {"packing": False}
@@ -180,7 +180,7 @@ def _checkpointing(recipe: Recipe, fields: Any) -> dict[str, Any]:
     name = "activation_checkpointing" if "activation_checkpointing" in fields else "gradient_checkpointing"
     keys = [key for key in CHECKPOINT_KWARGS if recipe.trainer.get(key) is not None]
     if len(keys) > 1:
-        raise UserError(f"trainer.{keys[0]} and trainer.{keys[1]} are two names of one setting; keep one")
+        raise UserError(f"trainer.{keys[0]} and trainer.{keys[1]} are the same setting; keep one")
     kwargs: Any = recipe.trainer[keys[0]] if keys else {}
     if isinstance(kwargs, str):
         try:
@@ -188,11 +188,9 @@ def _checkpointing(recipe: Recipe, fields: Any) -> dict[str, Any]:
         except ValueError:
             pass  # refused as what it is
     if not isinstance(kwargs, dict):
-        raise UserError(f"recipe key 'trainer.{keys[0]}': got {shown(kwargs)}, expected keys and values")
+        raise UserError(f"recipe key 'trainer.{keys[0]}': got {shown(kwargs)}, expected a mapping")
     if keys and not recipe.recomputes:
-        raise UserError(
-            f"trainer.{keys[0]} says how layers are recomputed, but 'checkpoint: none' is given; drop one of the two"
-        )
+        raise UserError(f"trainer.{keys[0]} configures activation checkpointing, but checkpoint is 'none'; drop one")
     kwargs = {"use_reentrant": recipe.lora is not None and adapters_need_reentrant(recipe.engine), **kwargs}
     if recipe.lora is not None and recipe.engine == "zero3" and not kwargs["use_reentrant"]:
         del kwargs["use_reentrant"]

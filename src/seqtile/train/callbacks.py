@@ -1,4 +1,4 @@
-"""What a run does at the trainer's events: stop in order on a signal, look at the first step, time the steps."""
+"""Trainer callbacks: stop on a signal, check the first step, time the steps."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class CheckFirstStep(TrainerCallback):
             try:
                 check_gradients(model)
             except UserError as error:
-                logger.info("gradients of the first step were not checked: %s", error)
+                logger.info("could not check the gradients of the first step: %s", error)
 
 
 class Clock(TrainerCallback):

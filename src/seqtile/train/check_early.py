@@ -1,4 +1,4 @@
-"""What can be refused within a second: checked before torch, transformers and datasets are imported."""
+"""Checks that run before torch, transformers and datasets are imported."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TRACKERS = {
 """The trackers that Transformers reports to, and the packages of which one has to be there."""
 
 CONNECT_SECONDS = 2.0
-"""How long a connection to the Hub may take; a machine without a network mostly says so at once."""
+"""How long a connection to the Hub may take; without a network it mostly fails at once."""
 
 
 def check_early(recipe: Recipe) -> None:
@@ -48,7 +48,7 @@ def check_early(recipe: Recipe) -> None:
         constants.HF_HUB_OFFLINE or get_token() is None or not can_connect(constants.ENDPOINT)
     ):
         raise UserError(
-            f"trainer.push_to_hub needs {constants.ENDPOINT} within reach, HF_HUB_OFFLINE unset, and a token (hf auth "
+            f"trainer.push_to_hub needs access to {constants.ENDPOINT}, HF_HUB_OFFLINE unset and a token (hf auth "
             "login, or HF_TOKEN); or drop push_to_hub"
         )
 
@@ -74,13 +74,13 @@ def existing_model(model: str) -> str:
         return str(path)
     if (path / "adapter_config.json").is_file():
         raise UserError(
-            f"model directory {model!r} holds adapters alone; merge them into their base model and give that, or "
-            "continue their run with --resume --output DIR"
+            f"model directory {model!r} has adapters only; merge them into their base model, or resume their run "
+            "with --resume --output DIR"
         )
     if path.exists():
-        raise UserError(f"model {model!r} holds no config.json; give a directory written by save_pretrained")
+        raise UserError(f"model {model!r} has no config.json; expected a directory written by save_pretrained")
     if model.startswith((".", "/", "~")) or model.count("/") > 1:
-        raise UserError(f"model {model!r} does not exist; give a model directory or a Hub id")
+        raise UserError(f"model {model!r} does not exist; expected a model directory or a Hub id")
     return model
 
 
@@ -92,10 +92,10 @@ def check_trackers(report_to: str | list[str]) -> None:
     """
     for name in {*([report_to] if isinstance(report_to, str) else report_to)} - {"none", "all"}:
         if name not in TRACKERS:
-            raise UserError(f"report_to {name!r} is not a tracker; use none, all, or some of {', '.join(TRACKERS)}")
+            raise UserError(f"got report_to {name!r}, expected none, all, or some of {', '.join(TRACKERS)}")
         packages = TRACKERS[name]
         if packages and not any(find_spec(package) for package in packages):
-            raise UserError(f"report_to {name!r} needs {packages[0]}; install it with: pip install {packages[0]}")
+            raise UserError(f"report_to {name!r} needs {packages[0]}; run: pip install {packages[0]}")
 
 
 def check_hub_name(name: str, repo_type: str) -> None:
@@ -115,7 +115,7 @@ def check_hub_name(name: str, repo_type: str) -> None:
     prepared = Path(os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME) / "datasets")
     if cached.is_dir() or (repo_type == "dataset" and (prepared / name.replace("/", "___")).is_dir()):
         return
-    subject = f"{repo_type} {name!r} is neither a local path nor in the Hub's cache on this machine, and"
+    subject = f"{repo_type} {name!r} is neither a local path nor in the local Hub cache, and"
     if constants.HF_HUB_OFFLINE:
         raise UserError(f"{subject} HF_HUB_OFFLINE is set; check the spelling, or unset it")
     if not can_connect(constants.ENDPOINT):

@@ -1,4 +1,4 @@
-"""Tiled against untiled: one forward and backward of the same model on the same batch."""
+"""Compare tiled with untiled: one forward and backward of the same model on the same batch."""
 
 from __future__ import annotations
 
@@ -106,9 +106,11 @@ def compare(model: nn.Module, batch: Mapping[str, Any], recipe: Recipe) -> Compa
         tokens=tokens,
         gradient_error=worst.l2,
         gradient_name=worst.name,
-        how=f"forward and backward of one batch of {tokens:,} tokens; bytes "
-        f"{'of live tensors' if inputs['input_ids'].device.type == 'cpu' else 'from the allocator'} "
-        f"above the model's own; seconds: median of {TIMED_PAIRS}",
+        how=(
+            f"forward and backward of one batch of {tokens:,} tokens; bytes "
+            f"{'of live tensors' if inputs['input_ids'].device.type == 'cpu' else 'from the allocator'} above the "
+            f"model's own; seconds: median of {TIMED_PAIRS}"
+        ),
         notes=verdict.notes,
     )
 

@@ -40,7 +40,7 @@ class Loaded(NamedTuple):
         dataset: its name in the recipe.
         rows: what was read, unchecked; an ``IterableDataset`` where it is streamed.
         documents: whether they are whole documents from text files (to be packed, not cut off).
-        files: the files of the rows, in order; empty where there are none.
+        files: the files of the rows, in order, if any.
     """
 
     dataset: str
@@ -106,9 +106,9 @@ def load_rows(dataset: str, *, key: str = "dataset_split", split: str = "train",
     except Exception as error:  # the readers and the Hub's client raise many unrelated types
         raise UserError(f"cannot read {dataset!r} ({key} {split!r}): {reason_of(error)}") from error
     if streaming and loaded.documents:
-        raise UserError(f"dataset {dataset!r} is whole text files, which are not streamed; drop --streaming")
+        raise UserError(f"dataset {dataset!r} consists of text files, which cannot be streamed; drop --streaming")
     if not streaming and len(loaded.rows) == 0:
-        raise UserError(f"dataset {dataset!r} holds no rows; give one with at least one example to train on")
+        raise UserError(f"dataset {dataset!r} has no rows")
     return loaded
 
 
@@ -120,7 +120,7 @@ def check_path(dataset: str) -> None:
     """
     path = Path(dataset).expanduser()
     if not path.exists() and (dataset.startswith((".", "/", "~")) or path.suffix or dataset.count("/") > 1):
-        raise UserError(f"dataset {dataset!r} does not exist; give a file, a directory or a Hub id")
+        raise UserError(f"dataset {dataset!r} does not exist; expected a file, a directory or a Hub id")
 
 
 def check_ids(rows: Dataset, vocabulary: int, dataset: str) -> None:
@@ -140,8 +140,8 @@ def check_ids(rows: Dataset, vocabulary: int, dataset: str) -> None:
         for token in (bounds["min"], bounds["max"]):
             if token is not None and not 0 <= token < vocabulary:
                 raise UserError(
-                    f"dataset {dataset!r} has token id {token}, but the model knows 0 to {vocabulary - 1}; "
-                    "tokenise it with the tokenizer of this model"
+                    f"dataset {dataset!r} has token id {token}, but the model's vocabulary is 0 to "
+                    f"{vocabulary - 1}; tokenize it with this model's tokenizer"
                 )
 
 
@@ -185,7 +185,7 @@ def _find_files(path: Path, key: str, split: str) -> list[Path]:
     tables = [file for file in files if _builder(file) and file.name not in FILES_TO_IGNORE]
     unread = sorted({*tables} - {file for names in splits.values() for file in names})
     if unread:
-        logger.warning("dataset %s: %s and other files belong to no split, and are not read", path, unread[0].name)
+        logger.warning("dataset %s: ignoring %s and other files that belong to no split", path, unread[0].name)
     _check_split(path, key, split, [] if splits.keys() <= {"train"} else [*splits])
     if splits.keys() <= {"train"}:
         return splits["train"] if tables else files
@@ -196,7 +196,7 @@ def _check_split(path: Path, key: str, split: str, splits: list[str]) -> None:
     if splits and split not in splits:
         raise UserError(f"dataset {str(path)!r} has no split {split!r}; set {key} to one of {', '.join(splits)}")
     if not splits and split != SPLIT_KEYS[key]:
-        raise UserError(f"dataset {str(path)!r} has no splits, got {key} {split!r}; drop it, or give the file to read")
+        raise UserError(f"dataset {str(path)!r} has no splits, got {key} {split!r}; drop it, or pass the file")
 
 
 def _builder(file: Path) -> str | None:

@@ -1,4 +1,4 @@
-"""What a run trains on, in numbers: counted on the tokenised rows before and after they were cut and packed."""
+"""Summarise a run's data, counted before and after rows are truncated and packed."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ class DataSummary:
     trains_prompts: bool | None = None
 
     def __str__(self) -> str:
-        parts = [f"{self.rows:,} rows, {self.tokens:,} tokens, up to {self.longest:,} in a row"]
+        parts = [f"{self.rows:,} rows, {self.tokens:,} tokens, longest {self.longest:,}"]
         if self.cut:
-            parts.append(f"{self.cut:,} cut at {self.max_length:,} tokens ({self.cut_tokens:,} tokens lost)")
+            parts.append(f"{self.cut:,} truncated to {self.max_length:,} tokens ({self.cut_tokens:,} tokens lost)")
         sequences = "" if self.sequences in (None, self.rows) else f" in {self.sequences:,} sequences"
-        prompts = {None: "", True: ", prompts among them", False: ", prompts not among them"}[self.trains_prompts]
-        parts.append(f"{self.trained:,} tokens train{sequences}{prompts}")
+        prompts = {None: "", True: ", including prompts", False: ", prompts not among them"}[self.trains_prompts]
+        parts.append(f"{self.trained:,} tokens in the loss{sequences}{prompts}")
         if self.left_out:
             parts.append(
                 "left out: " + ", ".join(f"{count:,} where {reason}" for reason, count in self.left_out.items())
@@ -86,7 +86,7 @@ def summarise(
     over = lengths[lengths > max_length] if max_length is not None and packing in (None, "bfd") else lengths[:0]
     left_out = dict(left_out)
     if packing is None and len(prepared) < len(lengths):
-        left_out["no token that counts is left within max_length"] = len(lengths) - len(prepared)
+        left_out["no token of the loss is left within max_length"] = len(lengths) - len(prepared)
     trained = 0
     is_packed = "seq_lengths" in prepared.column_names
     for table in _tables(prepared, ["labels", *(["seq_lengths"] if is_packed else [])]):

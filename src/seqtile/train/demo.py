@@ -45,7 +45,7 @@ def library_files() -> list[Path]:
     files = sorted(file for file in named if file.stat().st_size > 0)
     if not files:
         raise UserError(
-            f"the interpreter at {root} has no source files to train the demo on; give --model and --dataset"
+            f"the interpreter at {root} has no source files for the demo's dataset; set --model and --dataset"
         )
     return files
 
@@ -88,8 +88,8 @@ def demo_rows(tokenizer: PreTrainedTokenizerBase, max_length: int) -> Dataset:
     rows = [tokens[start : start + max_length] for start in range(0, len(tokens) - max_length + 1, max_length)]
     if not rows:
         raise UserError(
-            f"the demo's text has {len(tokens):,} tokens, fewer than max_length {max_length:,}; "
-            "give a smaller --max-length"
+            f"the demo's dataset has {len(tokens):,} tokens, fewer than max_length {max_length:,}; use a smaller "
+            "--max-length"
         )
     return Dataset.from_dict({"input_ids": rows})
 
@@ -158,4 +158,4 @@ def _write_cache(path: Path, text: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, text)
     except OSError as error:
-        logger.warning("the demo's tokenizer is not cached (%s: %s)", path, error.strerror)
+        logger.warning("could not cache the demo's tokenizer (%s: %s)", path, error.strerror)

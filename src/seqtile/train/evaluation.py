@@ -1,4 +1,4 @@
-"""The loss of an evaluation as one process has it, whatever the ranks share.
+"""Evaluation loss, equal on one and on several processes.
 
 Transformers repeats each batch's loss once per row and averages over ranks and batches. Data loaders give every rank as
 many batches, of as many rows, and fill up the last ones with rows from the beginning; of a batch that is partly filled
@@ -99,5 +99,5 @@ def exchange_in_evaluations(model: Any) -> None:
     """
     ulysses = ulysses_around(attention_kind(model))
     if ulysses is None:
-        raise RunError("DeepSpeed's Ulysses was not found around the model's attention; leave out eval_dataset")
+        raise RunError("could not find DeepSpeed's Ulysses around the model's attention; drop eval_dataset")
     ulysses.disable_in_eval = False

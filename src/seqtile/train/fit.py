@@ -86,7 +86,7 @@ def request_of(recipe: Recipe, memory: int | None = None, nodes: int = 1) -> Req
     quantised = recipe.model_kwargs.get("quantization_config") or {}
     four_bit = recipe.qlora or (isinstance(quantised, dict) and bool(quantised.get("load_in_4bit")))
     if quantised and not (four_bit and recipe.lora):
-        raise UserError("no plan knows this quantization_config, only 4-bit weights under lora; leave --fit out")
+        raise UserError("--fit supports no other quantization than 4-bit weights with lora; drop --fit")
     config = load_config(recipe)
     refuse_encoder(config, recipe.model, "seqtile train trains")
     lora = None
@@ -124,12 +124,12 @@ def find_memory(recipe: Recipe, memory: int | None = None, nodes: int = 1) -> De
         (total_device_bytes(index), device_name(index)) for index in range(torch.accelerator.device_count())
     )
     if not memory:
-        raise UserError(f"{name} does not say how much memory it has; give it: --fit-memory 80GiB")
+        raise UserError(f"{name} does not report its memory; set it with --fit-memory 80GiB")
     return Device(name, memory, None, "the driver")
 
 
 def settings_of(recipe: Recipe, tile: int | None = None) -> TilingOptions:
-    """The options that ``recipe`` has, as a plan takes them: with what TRL does where it says nothing.
+    """The options of ``recipe`` for a plan, with TRL's defaults where it has none.
 
     Args:
         recipe: the recipe.

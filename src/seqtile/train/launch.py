@@ -1,4 +1,4 @@
-"""Start the processes of an engine by torch's elastic agent, and stay in front of them: signals, failures, exit code.
+"""Start an engine's processes by torch's elastic agent, and handle their signals, failures and exit code.
 
 The agent runs in a thread, so that signals stay ours: it would end the workers 30 seconds after a SIGTERM, and they
 finish their step and save a checkpoint however long that takes. Several nodes meet by its static rendezvous: their
@@ -83,7 +83,7 @@ def launch(
     from seqtile.train.run_directory import newest_whole
 
     if nodes is not None and recipe.on_oom == "retry":
-        raise UserError("--on-oom retry starts the processes of one node again, got several nodes; drop it")
+        raise UserError("--on-oom retry works on a single node, got several; drop it")
     require_packages()
     count = nodes.count if nodes else 1
     recipe = _counted(recipe, count)
@@ -95,8 +95,11 @@ def launch(
     settings = " ".join(f"{name}={value}" for name, value in engine_environment(recipe).items())
     say(f"engine {recipe.engine}, {recipe.nproc} processes{': ' if settings else ''}{settings}")
     if nodes is not None:
-        say(f"node {nodes.rank} of {count}: meeting the others at {nodes.rendezvous}, for at most {wait_seconds:g} s")
-    say("no progress bar under an engine: the first process prints about 30 of its steps, metrics.jsonl has them all")
+        say(
+            f"node {nodes.rank} of {count}: waiting for the other nodes at {nodes.rendezvous} (up to {wait_seconds:g} "
+            "s)"
+        )
+    say("no progress bar under an engine: rank 0 prints about 30 steps, metrics.jsonl has all")
     retries: list[dict[str, Any]] = []
     while True:
         how = {"resume": resume or start is not None, "resume_from": start.name if start else None,
@@ -107,7 +110,7 @@ def launch(
                 code = run_ranks(recipe, Path(name), how, worker, nodes, wait_seconds)
                 if nodes is not None and code:
                     number = signal.Signals(code - 128)
-                    say(f"{number.name} on one of the nodes stopped the run; go on with --resume on each node")
+                    say(f"{number.name} on one of the nodes stopped the run; resume with --resume on each node")
                 return code
             except RunError as error:
                 start, _ = newest_whole(output)
@@ -133,7 +136,7 @@ def launch_check(recipe: Recipe, worker: str) -> VerifyResult:
     """
     recipe = _counted(recipe)
     if recipe.nproc == 1:
-        raise UserError(f"verify under engine {recipe.engine!r} needs at least 2 processes, got --nproc 1; give more")
+        raise UserError(f"verify under engine {recipe.engine!r} needs at least 2 processes, got --nproc 1")
     with tempfile.TemporaryDirectory(prefix="seqtile-") as name:
         run_ranks(recipe, Path(name), {"check": True}, worker)
         result: VerifyResult = pickle.loads(Path(name, RESULT_FILE).read_bytes())
@@ -167,25 +170,25 @@ def _counted(recipe: Recipe, nodes: int = 1) -> Recipe:
 
     if recipe.engine.startswith("zero"):
         if find_spec("deepspeed") is None:
-            raise UserError(f"engine {recipe.engine!r} needs DeepSpeed; install it with: pip install deepspeed")
+            raise UserError(f"engine {recipe.engine!r} needs DeepSpeed; run: pip install deepspeed")
         check_build_locks()
     recipe = resolve(recipe)
     devices = torch.accelerator.device_count() if torch.accelerator.is_available() else None
     if recipe.nproc is None and devices is None:
         raise UserError(
-            f"engine {recipe.engine!r} starts one process per accelerator, and there is none here; "
-            "give --nproc for processes on the CPU"
+            f"engine {recipe.engine!r} starts one process per accelerator, and none is available; set --nproc to "
+            "run on the CPU"
         )
     recipe = resolve(recipe.model_copy(update={"nproc": recipe.nproc or nodes * (devices or 1)}))
     if (recipe.nproc or 1) % nodes:
         raise UserError(
-            f"got nproc {recipe.nproc} on {nodes} nodes, which have equally many processes each; give --nproc a "
-            f"multiple of {nodes}: it counts those of all nodes"
+            f"got nproc {recipe.nproc} on {nodes} nodes, expected a multiple of {nodes} (it counts the processes of "
+            "all nodes)"
         )
     if devices is not None and (recipe.nproc or 1) > nodes * devices:
         raise UserError(
-            f"got nproc {recipe.nproc} on {nodes} node{'s' * (nodes > 1)}, but torch sees {devices} accelerators on "
-            f"this one; give --nproc {nodes * devices} or less"
+            f"got nproc {recipe.nproc} on {nodes} node{'s' * (nodes > 1)}, but this node has {devices} accelerators; "
+            f"use at most --nproc {nodes * devices}"
         )
     return recipe
 
@@ -231,7 +234,9 @@ def run_ranks(
     environment["TORCH_CPP_LOG_LEVEL"] = os.environ.get("TORCH_CPP_LOG_LEVEL", "FATAL").replace("FATAL", "ERROR")
     changed = [f"{name}={value}" for name, value in environment.items() if os.environ.get(name) != value]
     command = [*changed, sys.executable, "-P", "-u", "-m", worker, str(folder)]
-    elastic = logging.getLogger("torch.distributed.elastic")  # what it says of a failure is said below, in one sentence
+    elastic = logging.getLogger(
+        "torch.distributed.elastic"
+    )  # its report of a failure is replaced by one sentence below
     elastic.addHandler(logging.NullHandler())
     elastic.propagate = False
     results = list[BaseException | None]()
@@ -276,12 +281,12 @@ def run_ranks(
     if isinstance(error, DistError) and nodes is not None:
         if "EADDRINUSE" in str(error):
             raise UserError(
-                f"node 0 cannot listen at {nodes.rendezvous}: another program, or an earlier run, has the port; give "
-                "--rendezvous another one, the same on each node"
+                f"node 0 cannot listen at {nodes.rendezvous}: the port is in use; choose another port, the same on "
+                "each node"
             )
         raise RunError(
-            f"the {nodes.count} nodes did not all come to {nodes.rendezvous} within {wait_seconds:g} s; start the same "
-            f"command on each, with its own --node-rank ({str(error).splitlines()[0]})"
+            f"the {nodes.count} nodes did not all connect to {nodes.rendezvous} within {wait_seconds:g} s; run the "
+            f"same command on each, with its own --node-rank ({str(error).splitlines()[0]})"
         )
     if error is not None:
         raise error
@@ -322,15 +327,17 @@ def _first_failure(failures: Mapping[int, ProcessFailure], asked: int | None, ou
         return StoppedAtOnce(asked or signal.SIGTERM)
     if lost_another(failure):
         checkpoint, _ = newest_whole(output)
-        saved = f"the last whole checkpoint is {checkpoint}" if checkpoint else "no checkpoint was saved"
+        saved = f"the last complete checkpoint is {checkpoint}" if checkpoint else "no checkpoint was saved"
         return RunError(
-            f"rank {rank} lost its connection to a process of another node, which failed first or is lost ({sentence})"
-            f"; {saved}: give --resume on each node to go on"
+            f"rank {rank} lost its connection to a process on another node, which failed first ({sentence}); "
+            f"{saved}; run with --resume on each node"
         )
     if isinstance(failure.message, dict):
         return RunError(f"rank {rank} failed first:\n{failure.message['extraInfo']['py_callstack']}")
     ended = signal.Signals(-failure.exitcode).name if failure.exitcode < 0 else f"exit code {failure.exitcode}"
-    return RunError(f"rank {rank} ended by {ended} and said nothing; --resume goes on from the last whole checkpoint")
+    return RunError(
+        f"rank {rank} was ended by {ended} without an error; --resume continues from the last complete checkpoint"
+    )
 
 
 def _send(folder: Path, number: int) -> bool:

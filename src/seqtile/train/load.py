@@ -1,4 +1,4 @@
-"""Model and tokenizer of a recipe, checked before anything is trained, and tiled as it says."""
+"""Load, check and tile the model and tokenizer of a recipe."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def tokenizer_of(recipe: Recipe) -> PreTrainedTokenizerBase:
     path = existing_model(recipe.model)
     tokenizer = _load("tokenizer", transformers.AutoTokenizer, path, recipe, **_hub_kwargs(recipe))
     if tokenizer.eos_token is None:
-        raise UserError(f"the tokenizer of {recipe.model!r} has no end-of-text token; set one in its files first")
+        raise UserError(f"the tokenizer of {recipe.model!r} has no end-of-text token; set eos_token in its files")
     return tokenizer  # type: ignore[no-any-return]
 
 
@@ -113,7 +113,7 @@ def load_bare(recipe: Recipe) -> PreTrainedModel:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(
-            f"cannot make a causal language model from {path!r} ({reason}); give the config.json of one"
+            f"cannot build a causal language model from {path!r} ({reason}); expected the config.json of one"
         ) from None
     return model
 
@@ -139,7 +139,7 @@ MLP and the loss are tiled here."""
 def use_liger(model: Any, recipe: Recipe) -> str:
     """Put Liger's rotary embedding and norms into ``model`` on CUDA, by the function behind ``use_liger_kernel``.
 
-    A recipe's own ``trainer.use_liger_kernel``, true or false, is the trainer's to heed.
+    A recipe's ``trainer.use_liger_kernel``, true or false, is left to the trainer.
 
     Returns:
         What was done, in a sentence; "" where Liger is not installed, or has no function for this model.
@@ -158,9 +158,9 @@ def use_liger(model: Any, recipe: Recipe) -> str:
             return ""
         apply_liger_kernel(model, {name: False for name in parameters if name not in WANTED_OF_LIGER})
     except Exception as error:  # noqa: BLE001 - a Liger that does not fit this transformers: the model trains without
-        logger.warning("Liger's kernels are left out: %s: %s", type(error).__name__, str(error).split("\n")[0])
+        logger.warning("Liger's kernels are not used: %s: %s", type(error).__name__, str(error).split("\n")[0])
         return ""
-    return "Liger's kernels run the rotary embedding and the norms; trainer.use_liger_kernel: false leaves them out"
+    return "Liger's kernels run the rotary embedding and the norms; turn them off with trainer.use_liger_kernel: false"
 
 
 def tile_head(model: Any, tokens: int) -> None:
@@ -206,8 +206,8 @@ def check_checkpoints(model: Any, arguments: Any) -> None:
     kwargs = arguments.gradient_checkpointing_kwargs or {}
     if arguments.gradient_checkpointing and kwargs.get("use_reentrant") and shares_keys(model):
         raise UserError(
-            f"layers of {type(model).__name__} share keys and values, and reentrant activation checkpoints lose a part "
-            "of their gradient; drop use_reentrant, or with adapters under zero3 update DeepSpeed to 0.19.4"
+            f"layers of {type(model).__name__} share keys and values, so reentrant activation checkpointing loses "
+            "part of their gradient; drop use_reentrant, or with adapters under zero3 upgrade DeepSpeed to 0.19.4"
         )
 
 
@@ -274,8 +274,8 @@ def auto_class(config: Any, recipe: Recipe) -> Any:
     if type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and not config.is_encoder_decoder:
         return transformers.AutoModelForImageTextToText
     raise UserError(
-        f"{recipe.model!r} is no causal language model ({config.model_type}), and seqtile trains those; use "
-        "transformers' own trainer for it, after seqtile.apply"
+        f"{recipe.model!r} is not a causal language model ({config.model_type}); train it with transformers' "
+        "Trainer after seqtile.apply"
     )
 
 
@@ -298,15 +298,16 @@ def freeze_unread(model: Any) -> list[str]:
 
 
 def _check_router_logits(text: Any, recipe: Recipe) -> None:
-    """Refuse an ``output_router_logits`` that TRL overrides: it asks for them where their loss counts."""
+    """Refuse an ``output_router_logits`` that TRL overrides: it enables them where their loss has a coefficient."""
     requested = recipe.model_kwargs.get("output_router_logits")
     coefficient = recipe.trainer.get("router_aux_loss_coef")
     if coefficient is None:
         coefficient = getattr(text, "router_aux_loss_coef", 0.0)
     if requested is not None and hasattr(text, "output_router_logits") and bool(requested) != (coefficient != 0):
         raise UserError(
-            f"output_router_logits {str(requested).lower()} with router_aux_loss_coef {coefficient}: the trainer asks "
-            "for router logits where that coefficient is not 0; give 'trainer: {router_aux_loss_coef: VALUE}'"
+            f"got output_router_logits {str(requested).lower()} with router_aux_loss_coef {coefficient}, but the "
+            "trainer asks for router logits where that coefficient is not 0; set 'trainer: {router_aux_loss_coef: "
+            "VALUE}'"
         )
 
 
@@ -348,51 +349,50 @@ def _load(what: str, loader: Any, path: str, recipe: Recipe, **kwargs: Any) -> A
         return loader.from_pretrained(path, trust_remote_code=recipe.trust_remote_code, **kwargs)
     except SafetensorError as error:
         raise UserError(
-            f"cannot load the {what} of model {recipe.model!r}: a .safetensors file is damaged or cut off ({error}); "
-            "copy or download it again"
+            f"cannot load the {what} of model {recipe.model!r}: a .safetensors file is corrupt or truncated "
+            f"({error}); download it again"
         ) from None
     except UnpicklingError:
         raise UserError(
-            f"cannot load the {what} of model {recipe.model!r}: a .bin file there is no file of tensors alone, and "
-            "loading it could run any code; use .safetensors files, which hold tensors only"
+            f"cannot load the {what} of model {recipe.model!r}: a .bin file contains more than tensors, so loading "
+            "it could run arbitrary code; use .safetensors files"
         ) from None
     except (EOFError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "PytorchStreamReader" not in str(error):
             raise
         raise UserError(
-            f"cannot load the {what} of model {recipe.model!r}: a .bin file is damaged or cut off; copy or download it "
-            "again"
+            f"cannot load the {what} of model {recipe.model!r}: a .bin file is corrupt or truncated; download it again"
         ) from None
     except (OSError, ValueError, KeyError, TypeError, ImportError, StrictDataclassError) as error:
-        # A value of a wrong type or size in config.json: the last line says which.
+        # A value of a wrong type or size in config.json: the last line names it.
         unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
         if unknown and unknown[1] in recipe.model_kwargs:
             close = difflib.get_close_matches(unknown[1], vars(kwargs["config"]), n=1, cutoff=0.6)
             hint = f"did you mean {close[0]!r}?" if close else "drop it"
             raise UserError(
-                f"model_kwargs.{unknown[1]} is no argument of from_pretrained and no field of the model's "
+                f"model_kwargs.{unknown[1]} is neither an argument of from_pretrained nor a field of the model's "
                 f"configuration; {hint}"
             ) from None
         lines = str(error).strip().splitlines() or [type(error).__name__]
         reason = lines[-1].strip() if isinstance(error, StrictDataclassError) else lines[0]
         if isinstance(error, ImportError):
             raise UserError(
-                f"cannot load the {what} of model {recipe.model!r}, which need a package ({reason}); install it, or "
-                "change what asks for it (model_kwargs, or the model's configuration)"
+                f"cannot load the {what} of model {recipe.model!r}: a package is missing ({reason}); install it, or "
+                "change the setting that needs it (in model_kwargs or the model's configuration)"
             ) from None
         if "trust_remote_code" in str(error):
             raise UserError(
-                f"model {recipe.model!r} runs code of its own; read that code, then allow it: "
-                "'trust_remote_code: true' in a recipe, or --trust-remote-code"
+                f"model {recipe.model!r} needs its own code; review it, then set 'trust_remote_code: true' in the "
+                "recipe or pass --trust-remote-code"
             ) from None
         raise UserError(
-            f"cannot load the {what} of model {recipe.model!r} ({reason}); give a model directory, "
-            "or a Hub id and a network"
+            f"cannot load the {what} of model {recipe.model!r} ({reason}); expected a model directory, or a Hub id "
+            "and a network"
         ) from None
 
 
 def _load_weights(path: str, recipe: Recipe, **kwargs: Any) -> PreTrainedModel:
-    """The model, with every weight that its configuration asks for.
+    """The model, with every weight of its configuration.
 
     Raises:
         UserError: files that are damaged, or weights that are missing or of other sizes; Transformers would train
@@ -411,17 +411,17 @@ def _load_weights(path: str, recipe: Recipe, **kwargs: Any) -> PreTrainedModel:
     if mismatched and not kwargs.get("ignore_mismatched_sizes"):
         name, file_shape, model_shape = mismatched[0]
         raise UserError(
-            f"the weights of model {recipe.model!r} do not match its configuration: {name} is {_sizes(file_shape)} and "
-            f"should be {_sizes(model_shape)} ({len(mismatched)} such weights); use the config.json that they were "
-            "saved with"
+            f"the weights of model {recipe.model!r} do not match its configuration: {name} has shape "
+            f"{_sizes(file_shape)}, expected {_sizes(model_shape)} ({len(mismatched)} such weights); use the "
+            "config.json that belongs to them"
         )
     if missing:
         raise UserError(
             f"the weights of model {recipe.model!r} do not match its configuration: {missing[0]} is missing "
-            f"({len(missing)} such weights); use the config.json that they were saved with"
+            f"({len(missing)} such weights); use the config.json that belongs to them"
         )
     if unused:
-        logger.warning("%d weights of %r are not used, %s for example", len(unused), recipe.model, unused[0])
+        logger.warning("%d weights of %r are not used, for example %s", len(unused), recipe.model, unused[0])
     return model  # type: ignore[no-any-return]
 
 

@@ -1,4 +1,4 @@
-"""What a run says of its steps: one record for each that is logged, shown and kept in ``metrics.jsonl``."""
+"""Records of steps, shown and written to ``metrics.jsonl``."""
 
 from __future__ import annotations
 

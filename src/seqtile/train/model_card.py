@@ -1,4 +1,4 @@
-"""The README beside a trained model: what it was made of, on what, how, and with which versions."""
+"""Write the README of a trained model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def write_card(folder: Path, recipe: Recipe, state: Any, data: Mapping[str, Data
         recipe: that trained it.
         state: the trainer's, after its last step.
         data: what it was trained and evaluated on.
-        tiling: what was tiled, in words.
+        tiling: description of what was tiled.
     """
     from huggingface_hub import ModelCard, ModelCardData
 

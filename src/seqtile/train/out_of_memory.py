@@ -1,4 +1,4 @@
-"""What an out-of-memory was doing: the part of the step, the block, and the largest tensors that were live.
+"""Describe an out-of-memory: the phase, the block, and the largest live tensors.
 
 All of it is read when it has happened: from the traceback, from the tensors that Python still holds, and from one hook
 on each decoder layer, which notes whose gradient came last (two calls of Python per layer and step).
@@ -34,7 +34,7 @@ _OPTIMIZER_STEPS = ("step", "clip_grad_norm_", *GRADIENT_NORM_METHODS)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether ``error`` says that an allocation failed: an accelerator's, PyTorch's on the CPU, or Python's own."""
+    """Whether ``error`` is a failed allocation: an accelerator's, PyTorch's on the CPU, or Python's own."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(phrase in str(error).lower() for phrase in _SAID)
@@ -156,7 +156,7 @@ def largest_tensors(error: BaseException, model: Any, optimizer: Any, whereabout
 
     What only a kernel or the autograd engine holds, and never was an object of Python's, is not among them.
     """
-    gc.collect()  # what nobody holds any more would be listed too
+    gc.collect()  # else garbage would be listed too
     plain = causal_model(model)
     names = {id(module): name for name, module in plain.named_modules() if name}
     labels: dict[int, tuple[str, str]] = {}
@@ -166,7 +166,7 @@ def largest_tensors(error: BaseException, model: Any, optimizer: Any, whereabout
         _add_label(labels, weight.grad if weight.is_leaf else None, "gradients", f"gradient of {name}")
     for weight, states in getattr(getattr(optimizer, "optimizer", optimizer), "state", {}).items():
         for value in states.values() if isinstance(states, dict) else ():
-            what = f"optimiser state of {parameters[id(weight)]}" if id(weight) in parameters else "optimiser state"
+            what = f"optimizer state of {parameters[id(weight)]}" if id(weight) in parameters else "optimiser state"
             _add_label(labels, value, "optimiser state", what)
     for name, ref in whereabouts.outputs.items() if whereabouts is not None else ():
         _add_label(labels, ref(), "activations", f"output of {name}")
@@ -241,7 +241,7 @@ def _in_gib(nbytes: int) -> str:
 
 
 def device_memory(model: nn.Module) -> tuple[str, int]:
-    """What the device has, in words, and its free bytes (0 where it does not say)."""
+    """Describe the device's memory; also its free bytes (0 if unknown)."""
     device_type = _device_type(model)
     if device_type == "cpu":
         free = available_host_bytes()

@@ -1,4 +1,4 @@
-"""Packed documents must not see each other: the model itself is asked, before it is trained.
+"""Check, on the model itself, that packed documents do not attend to each other.
 
 Packing (TRL's "bfd") puts documents side by side in one row, and ``position_ids`` start again at each. Whether the
 attention keeps them apart is decided in Transformers' code of each architecture: most masks are made from
@@ -52,7 +52,7 @@ def check_packing(model: Any, arguments: Any) -> None:
     if "flash" in attention and not states:
         return  # its kernels take the boundaries (cu_seq_lens), and run on an accelerator only
     if any(p.is_meta or hasattr(p, "ds_shape") for p in model.parameters()):
-        logger.warning("the weights are not in this process yet: not checked that packed documents stay apart")
+        logger.warning("weights are not in this process yet; did not check that packed documents stay separate")
         return
     # Layers with a state run other kernels on an accelerator, where the trainer moves the model only later.
     moves = torch.accelerator.is_available() and model.get_input_embeddings().weight.device.type == "cpu"
@@ -61,14 +61,14 @@ def check_packing(model: Any, arguments: Any) -> None:
     if states:
         state, layers = next(iter(states.items()))
         raise UserError(
-            f"packing with {type(model).__name__}: packed documents would read each other's state ({state}, in "
-            f"{layers[0]} and others), for it does not start again at a document here; turn packing off, or give "
-            "packing 'wrapped' to join documents on purpose"
+            f"packing with {type(model).__name__}: packed documents would share state ({state}, in {layers[0]} and "
+            "others), which is not reset between documents; turn packing off, or set packing 'wrapped' to join "
+            "documents on purpose"
         )
     raise UserError(
         f"packing with {type(model).__name__} and {attention} attention: packed documents would attend to each "
-        "other (Transformers makes this model's mask without position_ids); turn packing off, give packing "
-        "'wrapped' to join documents on purpose, or try another attention"
+        "other (Transformers builds this model's mask without position_ids); turn packing off, set packing "
+        "'wrapped' to join documents on purpose, or use another attention"
     )
 
 

@@ -1,4 +1,4 @@
-"""One process among several: which one it is, whether it really trains with the others, and what all agree on.
+"""Ranks: identify this one, and check that all train together with the same settings.
 
 A launch that fails to distribute does not fail: every process trains alone, or under another engine than the one asked
 for, and the losses look well. So what was asked for is compared with what is there when the engine has taken the model
@@ -29,7 +29,7 @@ PIECES, PIECE_BYTES = 64, 4096
 """How much of a weight file is compared: other weights of a model's shape differ everywhere."""
 
 SHARED_FILE = ".seqtile-shared"
-"""Beside the output while several nodes start: whoever reads there what node 0 wrote writes to the same directory."""
+"""Beside the output while several nodes start: a node that reads there what node 0 wrote has the same directory."""
 
 
 def is_launched() -> bool:
@@ -62,17 +62,17 @@ def join_launch(recipe: Recipe) -> Recipe:
     if recipe.engine == "single":
         if world > 1:
             raise UserError(
-                f"a launcher started {world} processes, but the recipe's engine is 'single'; "
-                "give --engine ddp, fsdp2, zero2 or zero3, or start seqtile train without a launcher"
+                f"a launcher started {world} processes, but engine is 'single'; use --engine ddp, fsdp2, zero2 or "
+                "zero3, or start seqtile train without a launcher"
             )
         return recipe
     if recipe.nproc not in (None, world):
         raise UserError(
-            f"engine {recipe.engine!r} was to run in {recipe.nproc} processes, but {world} started; "
-            "start it with seqtile train --engine, or through accelerate launch with as many processes"
+            f"engine {recipe.engine!r} expects {recipe.nproc} processes, but the launcher started {world}; use "
+            "seqtile train --engine, or accelerate launch with the same number"
         )
     if recipe.output is None:
-        raise UserError("under a launcher every process needs the same directory; give --output")
+        raise UserError("under a launcher all processes need the same directory; set --output")
     return recipe.model_copy(update={"nproc": world})
 
 
@@ -107,14 +107,14 @@ def check_engine(trainer: Any, recipe: Recipe) -> None:
     engine, processes = _engine_of(trainer.model_wrapped), trainer.accelerator.num_processes
     if (engine, processes) != (recipe.engine, recipe.nproc or 1):
         raise UserError(
-            f"asked for engine {recipe.engine!r} in {recipe.nproc or 1} processes, but accelerate set up {engine!r} (a "
-            f"{type(trainer.model_wrapped).__name__}) in {processes}; nothing was trained: start it with seqtile train "
-            f"--engine {recipe.engine}, or with accelerate launch and the configuration of that engine"
+            f"got engine {recipe.engine!r} in {recipe.nproc or 1} processes, but accelerate set up {engine!r} (a "
+            f"{type(trainer.model_wrapped).__name__}) in {processes}, so nothing was trained; use seqtile train "
+            f"--engine {recipe.engine}, or accelerate launch with that engine's configuration"
         )
     for name in ("sp_size", "cp_size"):
         split = getattr(getattr(trainer.accelerator, "parallelism_config", None), name, 1)
         if split != getattr(recipe, name):
-            raise UserError(f"asked for {name} {getattr(recipe, name)}, but accelerate splits sequences over {split}")
+            raise UserError(f"got {name} {getattr(recipe, name)}, but accelerate splits sequences over {split}")
 
 
 def _engine_of(model: Any) -> str:
@@ -160,15 +160,15 @@ def agree(recipe: Recipe, data: Data, start: Path | None) -> None:
         for name, value in everyone[0][0].items():
             if settings.get(name, value) != value:
                 raise UserError(
-                    f"rank {rank} ({host}) would train with {name} {settings[name]!r} and rank 0 ({everyone[0][2]}) "
-                    f"with {value!r}; start all with the same settings, versions and files (--fit chooses by the "
-                    "device: give --fit-memory where devices differ)"
+                    f"rank {rank} ({host}) has {name} {settings[name]!r}, but rank 0 ({everyone[0][2]}) has "
+                    f"{value!r}; use the same settings, versions and files on all ranks (set --fit-memory where "
+                    "devices differ)"
                 )
     if any(token != everyone[0][1] for _, token, _ in everyone):
         if recipe.engine != "ddp":
             raise UserError(
-                f"output {recipe.output!r} is another directory on each node, and the checkpoints of engine "
-                f"{recipe.engine!r} belong in one; give --output a directory that all nodes share, or use --engine ddp"
+                f"output {recipe.output!r} is a different directory on each node, but engine {recipe.engine!r} "
+                "writes its checkpoints into one; use a shared directory for --output, or --engine ddp"
             )
         data.arguments.save_on_each_node = True
 
@@ -199,7 +199,7 @@ def digest_pieces(source: str) -> str | None:
 
 
 def hub_revision(recipe: Recipe) -> str | None:
-    """The commit that a Hub id of a model stands for on this node, where an older one may be in the cache.
+    """The commit of a model's Hub id on this node, whose cache may have an older one.
 
     None for a directory, for the demo, and where the Hub does not give it.
     """

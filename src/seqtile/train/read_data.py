@@ -1,4 +1,4 @@
-"""The rows of a recipe: read, each of them checked, and a sample rendered, before any weight is loaded."""
+"""Read and check a recipe's rows, and render a sample, before any weight is loaded."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def read_data(recipe: Recipe, output: Path, stage: Callable[[str], None]) -> Dat
     Args:
         recipe: resolved.
         output: the run's directory, which the trainer's arguments name; nothing is written.
-        stage: is told what is being done.
+        stage: called with a description of each stage.
 
     Raises:
         UserError: rows or settings of which something would be trained that they do not say.
@@ -114,7 +114,7 @@ def check_rows(source: Loaded, *, text_field: str = "text", skip: bool = False, 
     row_format = RowFormat(key_columns, tuple(rows.column_names), **settings)
     unused = [name for name in rows.column_names if name not in row_format.used]
     if unused:
-        logger.info("dataset %s: columns that are not used: %s", dataset, ", ".join(unused))
+        logger.info("dataset %s: unused columns: %s", dataset, ", ".join(unused))
     text_pairs = isinstance(rows.features.get("prompt"), Value)
     results = rows.select_columns(list(row_format.used)).map(
         _read_rows, batched=True, remove_columns=list(row_format.used), num_proc=processes_for(len(rows)),
@@ -128,10 +128,10 @@ def check_rows(source: Loaded, *, text_field: str = "text", skip: bool = False, 
         bad = next(index for index, problem in enumerate(problems) if problem)
         first = f"dataset {dataset!r}, {source.place(bad)}: {problems[bad]}"
         if not good:
-            raise UserError(f"{first}; no row of {len(rows):,} can be trained on: fix them")
+            raise UserError(f"{first}; none of the {len(rows):,} rows can be trained on")
         if not skip:
             raise UserError(
-                f"{first} ({len(rows) - len(good):,} of {len(rows):,} rows are wrong); fix it, or leave such rows out "
+                f"{first} ({len(rows) - len(good):,} of {len(rows):,} rows are invalid); fix it, or skip such rows "
                 "with --skip-bad-rows"
             )
     sampled = [index for index in source.sample() if not problems[index]] or good[:1]
@@ -162,6 +162,6 @@ def _refuse_media(rows: Dataset, dataset: str) -> None:
             column = lengths.filter(compute.greater(lengths, 0))
         if column.null_count < len(column):
             raise UserError(
-                f"dataset {dataset!r} has a column {name!r} that is not empty, and seqtile train reads only text; "
-                "remove the column, or train pictures with TRL's SFTTrainer and seqtile.apply"
+                f"dataset {dataset!r} has a column {name!r} that is not empty, but seqtile train supports text "
+                "only; drop the column, or train on images with TRL's SFTTrainer and seqtile.apply"
             )

@@ -75,6 +75,34 @@ NAMED_TRAINER_KEYS = {
 }
 """Trainer arguments that have a name of their own in the recipe; giving both would let one be ignored."""
 
+OTHER_NAMES = {
+    "model": "model_name_or_path model_name model_id base_model pretrained_model",
+    "dataset": "data data_path data_file train_file train_data dataset_name dataset_path datasets",
+    "eval-dataset": "eval_data eval_file val_data validation_file test_file",
+    "max-length": "seq_len seq_length sequence_len sequence_length max_seq_length max_seq_len context_length "
+    "cutoff_len block_size model_max_length tokens",
+    "lora": "rank r lora_r lora_rank adapters peft use_lora use_peft",
+    "qlora": "load_in_4bit quantization bits 4bit nf4 bnb_4bit",
+    "offload": "cpu_offload activation_offloading host_offload offload_checkpoints",
+    "engine": "fsdp deepspeed zero strategy distributed",
+    "nproc": "gpus num_gpus n_gpus devices nproc_per_node num_processes world_size ranks",
+    "gpus": "nproc num_gpus n_gpus devices nproc_per_node num_processes world_size ranks",
+    "steps": "iters num_steps max_iters train_steps", "epochs": "num_epochs train_epochs",
+    "learning-rate": "lr peak_lr", "batch-size": "bs micro_batch_size batch train_batch_size",
+    "gradient-accumulation": "grad_accum grad_accumulation accumulate accumulation_steps gas",
+    "output": "out out_dir save_dir result", "recipe": "config yaml cfg", "resume": "continue restart resume_from",
+    "dry-run": "plan check preview", "packing": "sample_packing pack", "overwrite": "force", "help-all": "all",
+    "attention": "attn flash_attn flash_attention attn_impl attention_implementation",
+    "optimizer": "opt", "checkpoint": "recompute checkpointing activation_checkpoint remat ac",
+    "tile": "tiles chunk chunks chunk_size tile_size num_tiles shards num_shards", "heads": "kv_heads head_groups",
+    "report-to": "wandb tracker logger", "sp-size": "ulysses sp sequence_parallel sequence_parallel_size",
+    "cp-size": "ring cp context_parallel context_parallel_size", "warmup-steps": "warmup warmup_ratio",
+    "lr-scheduler-type": "scheduler lr_scheduler schedule", "fit-memory": "memory device gpu_memory vram",
+    "device": "memory gpu accelerator vram gpu_memory", "host-memory": "ram cpu_memory host_ram",
+    "dtype": "precision bf16 fp16 torch_dtype mixed_precision",
+}  # fmt: skip
+"""What other programs call our flags and keys; some are of one command."""
+
 NAMED_MODEL_KEYS = {
     "trust_remote_code": "trust_remote_code",
     "dtype": "dtype",
@@ -116,10 +144,10 @@ class CheckedModel(BaseModel):
     def _sane(cls, value: Any, info: ValidationInfo) -> Any:
         name = str(info.field_name)
         if isinstance(value, bool) and bool not in alternatives(cls.model_fields[name].annotation):
-            raise ValueError(f"recipe key {name!r} does not take {str(value).lower()}")
+            raise ValueError(f"recipe key {name!r} cannot be {str(value).lower()}")
         if isinstance(value, str) and _TOKEN.search(value):
             raise ValueError(
-                f"recipe key {name!r} holds an access token, and a recipe is saved with the run; set HF_TOKEN"
+                f"recipe key {name!r} contains an access token, which would be saved with the run; set HF_TOKEN instead"
             )
         if isinstance(value, str) and not value.strip():
             raise ValueError(f"recipe key {name!r} is empty")
@@ -161,10 +189,10 @@ class OptionKeys(_Keys):  # type: ignore[valid-type,misc]
 
 
 def options_of_keys(keys: Any) -> TilingOptions:
-    """The record that an ``OptionKeys`` stands for.
+    """The :class:`TilingOptions` of an ``OptionKeys``.
 
     Raises:
-        UserError: a value is none of its option's.
+        UserError: an invalid value.
     """
     values = {name: getattr(keys, name) for name in type(keys).model_fields}
     if not values.pop("tiled_mlp"):
@@ -294,7 +322,7 @@ class Recipe(CheckedModel):
     def _no_second_name(cls, trainer: dict[str, Any]) -> dict[str, Any]:
         for key in trainer:
             if key in NAMED_TRAINER_KEYS:
-                raise ValueError(f"trainer.{key} has its own name here; use {NAMED_TRAINER_KEYS[key]!r} instead")
+                raise ValueError(f"trainer.{key} has its own recipe key; use {NAMED_TRAINER_KEYS[key]!r} instead")
         return trainer
 
     @field_validator("trainer", "model_kwargs")
@@ -303,8 +331,8 @@ class Recipe(CheckedModel):
         for key in SECRETS:
             if isinstance(values.get(key), str):
                 raise ValueError(
-                    f"{info.field_name}.{key} is a secret, and a recipe is saved with the run; take it out and set "
-                    "HF_TOKEN, or log in with: hf auth login"
+                    f"{info.field_name}.{key} is a secret, which would be saved with the run; set HF_TOKEN instead, "
+                    "or run: hf auth login"
                 )
         return values
 
@@ -312,7 +340,7 @@ class Recipe(CheckedModel):
     @classmethod
     def _no_second_name_of_the_models(cls, kwargs: dict[str, Any]) -> dict[str, Any]:
         for key in NAMED_MODEL_KEYS.keys() & kwargs.keys():
-            raise ValueError(f"model_kwargs.{key} has its own name here; use {NAMED_MODEL_KEYS[key]!r} instead")
+            raise ValueError(f"model_kwargs.{key} has its own recipe key; use {NAMED_MODEL_KEYS[key]!r} instead")
         return kwargs
 
     def changed(self, **keys: Any) -> Recipe:
@@ -334,7 +362,7 @@ class Recipe(CheckedModel):
 
     @property
     def tiling(self) -> TilingOptions:
-        """What :func:`seqtile.apply` is told: all but the head and plain checkpoints, which are the trainer's."""
+        """The options for :func:`seqtile.apply`: all but the head and plain checkpoints, which are the trainer's."""
         checkpoint = None if self.options.checkpoint == "layer" else self.options.checkpoint
         options = replace(self.options, loss=None, loss_tile="auto", checkpoint=checkpoint)
         return options if options.tiled else options.without_blocks()
@@ -400,16 +428,18 @@ def read_recipe(path: str | Path) -> dict[str, Any]:
         values = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_OnceLoader)
     except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8 text"
-        raise UserError(f"cannot read recipe {str(path)!r} ({reason}); give the path of a YAML file") from None
-    except (yaml.YAMLError, ValueError) as error:  # the second: a date that is none
+        raise UserError(f"cannot read recipe {str(path)!r} ({reason}); expected a YAML file") from None
+    except (yaml.YAMLError, ValueError) as error:  # the second: an invalid date
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]
-        raise UserError(f"recipe {str(path)!r}{line} is not plain YAML: {problem}; write 'key: value' lines") from None
+        raise UserError(
+            f"recipe {str(path)!r}{line} is not valid YAML: {problem}; expected 'key: value' lines"
+        ) from None
     if values is None:
         return {}
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
-        raise UserError(f"recipe {str(path)!r} holds a {type(values).__name__}, expected 'key: value' lines")
+        raise UserError(f"recipe {str(path)!r} contains a {type(values).__name__}, expected 'key: value' lines")
     return values
 
 
@@ -443,8 +473,8 @@ def build_recipe(file_values: Mapping[str, Any], flag_values: Mapping[str, Any])
     if ("model" in merged) != ("dataset" in merged):
         present, missing = ("model", "dataset") if "model" in merged else ("dataset", "model")
         raise UserError(
-            f"got a {present} ({merged[present]!r}) but no {missing}; give --{missing} too, "
-            f"or --{missing} {DEMO} for the embedded one"
+            f"got {present} {merged[present]!r} without a {missing}; set --{missing}, or --{missing} {DEMO} for the "
+            "demo's"
         )
     try:
         return Recipe(**merged), notes
@@ -454,31 +484,31 @@ def build_recipe(file_values: Mapping[str, Any], flag_values: Mapping[str, Any])
 
 RECIPE_RULES: tuple[tuple[Callable[[Recipe], object], str], ...] = (
     (lambda r: r.steps is not None and r.epochs is not None,
-     "got both steps {r.steps} and epochs {r.epochs:g}; keep one"),
+     "got both steps {r.steps} and epochs {r.epochs:g}; use one"),
     (lambda r: r.qlora and "quantization_config" in r.model_kwargs,
-     "got both qlora and model_kwargs.quantization_config, which quantise the weights; keep one"),
+     "got both qlora and model_kwargs.quantization_config; use one"),
     (lambda r: r.eval_steps is not None and r.eval_dataset is None,
-     "got eval_steps {r.eval_steps} but nothing to evaluate on; give --eval-dataset too"),
+     "got eval_steps {r.eval_steps} without eval_dataset; add --eval-dataset"),
     (lambda r: r.eval_steps and r.save_steps and r.eval_steps % r.save_steps,
-     "eval_steps {r.eval_steps} is no multiple of save_steps {r.save_steps}, so that the best step may have no "
-     "checkpoint; give a multiple, or drop save_steps"),
+     "eval_steps {r.eval_steps} is not a multiple of save_steps {r.save_steps}, so the best step may have no "
+     "checkpoint; use a multiple, or drop save_steps"),
     (lambda r: r.streaming and r.dataset == DEMO,
-     "streaming reads a dataset while it is trained on, and the demo's is in memory; drop it"),
+     "streaming needs a dataset, and the demo's is in memory; drop it"),
     (lambda r: r.streaming and r.steps is None,
-     "got streaming and no number of steps, but where a stream ends is not known before; give --steps"),
+     "streaming needs a number of steps; add --steps"),
     (lambda r: r.streaming and r.packing not in (None, False, "wrapped"),
-     "packing {r.packing!r} fits rows together by their lengths, which a stream does not know; use --packing wrapped "
+     "packing {r.packing!r} needs the length of every row, which a stream does not provide; use --packing wrapped "
      "or false"),
-    (lambda r: r.streaming and r.sp_size > 1, "streaming does not go with sp_size {r.sp_size}, got both; drop one"),
+    (lambda r: r.streaming and r.sp_size > 1, "streaming does not support sp_size {r.sp_size}; drop one"),
     (lambda r: r.compare and not r.tiled_mlp,
-     "compare needs something tiled, but the recipe says not to tile; keep one"),
+     "compare needs tiled_mlp true; drop one"),
     (lambda r: r.compare and r.engine != "single",
      "compare runs in one process, got engine {r.engine!r}; drop compare, or use --engine single"),
     (lambda r: r.on_oom == "retry" and not r.tiled_mlp,
-     "on_oom 'retry' goes on with smaller tiles, but the recipe says not to tile; keep one"),
+     "on_oom 'retry' lowers the tile size, which needs tiled_mlp true; drop one"),
     # One answers an out-of-memory too; the other leaves nothing whole to go on from.
     (lambda r: r.on_oom == "retry" and (r.trainer.get("auto_find_batch_size") or r.trainer.get("save_only_model")),
-     "on_oom 'retry' does not go with trainer.auto_find_batch_size or save_only_model; keep one"),
+     "on_oom 'retry' does not support trainer.auto_find_batch_size and save_only_model; drop one"),
 )  # fmt: skip
 """What excludes each other in a recipe alone; :data:`seqtile.rules.RULES` has the rest."""
 
@@ -512,7 +542,7 @@ def resolve(recipe: Recipe) -> Recipe:
 
 def save_recipe(recipe: Recipe, path: Path) -> None:
     """Write ``recipe`` so that :func:`read_recipe` gives it back."""
-    header = "# Everything this run depends on; run it again with: seqtile train --recipe THIS_FILE --output DIR\n"
+    header = "# All settings of this run; run it again with: seqtile train --recipe THIS_FILE --output DIR\n"
     write_whole(path, header + yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False))
 
 
@@ -535,7 +565,7 @@ def parse_lora(text: str) -> dict[str, Any]:
 
 
 def _section(values: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """A section of one place; what is none is left to the schema to refuse."""
+    """A section of the file or the flags; the schema refuses other types."""
     section = values.get(name)
     return dict(section) if isinstance(section, Mapping) else {}
 
@@ -550,21 +580,19 @@ def _fold_peer_keys(values: dict[str, Any], place: str, notes: list[str]) -> dic
     if values.get("blocks") == "none":
         switches[f"blocks: {values.pop('blocks')}"] = False
     if len(set(switches.values())) > 1:
-        raise UserError(f"{place} say both {' and '.join(map(repr, switches))}; keep one")
+        raise UserError(f"{place}: got both {' and '.join(map(repr, switches))}; keep one")
     if switches:
         values["tiled_mlp"] = next(iter(switches.values()))
     shards = values.pop("tiled_mlp_num_shards", None)
     if shards is not None:
         if values.get("tile") is not None:
-            raise UserError(f"{place} give both tile {values['tile']!r} and tiled_mlp_num_shards {shards!r}; keep one")
+            raise UserError(f"{place}: got both tile {values['tile']!r} and tiled_mlp_num_shards {shards!r}; keep one")
         values["tile"] = f"shards:{shards}"
     if values.get("tile") is None:
         values.pop("tile", None)
     if (original := values.pop("tiled_mlp_use_original_mlp", None)) is not None:
         parse_bool(original, "tiled_mlp_use_original_mlp")
-        notes.append(
-            f"tiled_mlp_use_original_mlp: {original} changes nothing: the tiles always run the model's own MLP"
-        )
+        notes.append(f"tiled_mlp_use_original_mlp: {original} has no effect: tiles always run the model's own MLP")
     return values
 
 
@@ -574,8 +602,10 @@ def _refuse_unknown(values: Mapping[str, Any], known: list[str], prefix: str) ->
         if key in known:
             continue
         close = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
-        if not prefix and key in NAMED_TRAINER_KEYS:
-            hint = f"here it is called {NAMED_TRAINER_KEYS[key]!r}"
+        by_meaning = [ours.replace("-", "_") for ours, names in OTHER_NAMES.items() if key in names.split()]
+        by_meaning = [ours for ours in by_meaning if ours in known]
+        if not prefix and (key in NAMED_TRAINER_KEYS or by_meaning):
+            hint = f"use {NAMED_TRAINER_KEYS.get(key) or by_meaning[0]!r}"
         elif close:
             hint = f"did you mean {prefix + close[0]!r}?"
         else:

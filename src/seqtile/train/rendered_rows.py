@@ -1,4 +1,4 @@
-"""A sample of the rows as they will be trained: rendered by TRL, decoded, and compared with what the rows say.
+"""Render a sample of rows with TRL, decode it, and compare it with the rows.
 
 A chat template is a program. One that does not know a role, a tool call or a key renders nothing of it, without a word,
 and the loss looks well. So TRL prepares a few rows of each file before any weight is loaded, and every message has to
@@ -84,22 +84,22 @@ def check_rendered(row_set: RowSet, tokenizer: Any, arguments: Any) -> list[Toke
         The sample as it will be trained, whole.
 
     Raises:
-        UserError: the first row that is not what it says, or settings of the loss that no row can heed.
+        UserError: the first invalid row, or settings of the loss that no row supports.
     """
     rows, row_format, source, dataset = row_set.sample_rows, row_set.row_format, row_set.source, row_set.source.dataset
     is_chat = row_format.is_chat or isinstance(rows[0].get("prompt"), list)
     columns = " and ".join(row_format.key_columns)
     if is_chat and not tokenizer.chat_template:
         raise UserError(
-            f"dataset {dataset!r} is chat, and the tokenizer has no chat template; give one with "
-            "'trainer: {chat_template_path: FILE.jinja}', or write the rows as text"
+            f"dataset {dataset!r} is chat, but the tokenizer has no chat template; set 'trainer: "
+            "{chat_template_path: FILE.jinja}', or write the rows as text"
         )
     if arguments.assistant_only_loss and not (row_format.is_chat or row_format.is_pair):
-        raise UserError(f"assistant_only_loss is of chat, and dataset {dataset!r} has {columns}; drop it")
+        raise UserError(f"assistant_only_loss needs chat messages, but dataset {dataset!r} has {columns}; drop it")
     if arguments.completion_only_loss and not row_format.is_pair and row_format.key_columns != ("input_ids",):
         raise UserError(
-            f"completion_only_loss is of 'prompt' and 'completion', and dataset {dataset!r} has {columns}; drop it, or "
-            "for chat use 'trainer: {assistant_only_loss: true}'"
+            f"completion_only_loss needs 'prompt' and 'completion', but dataset {dataset!r} has {columns}; drop it, "
+            "or for chat use 'trainer: {assistant_only_loss: true}'"
         )
     try:
         prepared = mask_messages(prepare_like_sft(rows, tokenizer, arguments))
@@ -107,7 +107,7 @@ def check_rendered(row_set: RowSet, tokenizer: Any, arguments: Any) -> list[Toke
         if isinstance(error, UserError) or is_ours(error):
             raise
         raise UserError(
-            f"dataset {dataset!r} cannot be rendered and tokenised: {in_its_words(error)}; fix the rows, or give "
+            f"dataset {dataset!r} cannot be rendered and tokenized: {in_its_words(error)}; fix the rows, or set "
             "another chat template with 'trainer: {chat_template_path: FILE.jinja}'"
         ) from error
     sample = [Tokens(row["input_ids"], row["labels"]) for row in prepared.select_columns(["input_ids", "labels"])]
@@ -121,7 +121,7 @@ def check_rendered(row_set: RowSet, tokenizer: Any, arguments: Any) -> list[Toke
             notes.setdefault(note, []).append(number)
     for note, numbers in notes.items():
         first = source.place(row_set.sampled[numbers[0]])
-        logger.warning("dataset %s, %s: %s (%d of %d rows looked at)", dataset, first, note, len(numbers), len(sample))
+        logger.warning("dataset %s, %s: %s (%d of %d rows checked)", dataset, first, note, len(numbers), len(sample))
     return sample
 
 
@@ -145,8 +145,8 @@ def trained_tokenizer(tokenizer: Any, settings: Mapping[str, Any]) -> Any:
             tokenizer.chat_template = AutoTokenizer.from_pretrained(path).chat_template
         except (OSError, ValueError) as error:
             raise UserError(
-                f"trainer.chat_template_path {path!r} is no file and no tokenizer ({in_its_words(error)}); give a "
-                ".jinja file"
+                f"trainer.chat_template_path {path!r} is neither a file nor a tokenizer ({in_its_words(error)}); "
+                "expected a .jinja file"
             ) from None
     if settings.get("eos_token") is not None:
         tokenizer.eos_token = settings["eos_token"]
@@ -193,8 +193,8 @@ def _mask_messages(row: Mapping[str, Any]) -> dict[str, Any]:
     answers = sum(counts for counts, _ in runs)
     if answers != len(row[COUNTED]):
         raise UserError(
-            f"a row leaves messages out of the loss, but the chat template marks {answers} parts of its "
-            f"{len(row[COUNTED])} messages of assistants; use a template with one {{% generation %}} for each"
+            f"a row masks messages, but the chat template marks {answers} spans for its {len(row[COUNTED])} "
+            "assistant messages; use a template with one {% generation %} for each"
         )
     counted, labels = iter(row[COUNTED]), []
     for counts, tokens in runs:
@@ -220,12 +220,14 @@ def _compare_chat(row: Mapping[str, Any], row_format: RowFormat, tokens: Tokens,
             notes.append(f"the chat template changes or shortens messages of {message['role']!r}")
         elif counts and not _contains(counted_text, message["content"], tokenizer):
             raise ValueError(
-                "a message of the assistant does not count in the loss; mark it in the chat template with "
-                "{% generation %}, or drop assistant_only_loss"
+                "an assistant message is not in the loss; mark it in the chat template with {% generation %}, or "
+                "drop assistant_only_loss"
             )
     unknown = {str(message["role"]) for message in messages} - {*KNOWN_ROLES}
     return notes + [
-        f"the chat template knows no role {role!r}" for role in sorted(unknown) if role not in tokenizer.chat_template
+        f"the chat template does not support role {role!r}"
+        for role in sorted(unknown)
+        if role not in tokenizer.chat_template
     ]
 
 
@@ -241,13 +243,13 @@ def _find_left_out(messages: list[dict[str, Any]], row: Mapping[str, Any], token
         for key in REASONING_KEYS:
             if message.get(key):
                 message[key] = f"seqtile-{key}-{number}-"
-                optional[message[key]] = f"the chat template leaves out {key!r}"
+                optional[message[key]] = f"the chat template drops {key!r}"
         for index, call in enumerate(message.get("tool_calls", ())):
             call.get("function", call)["name"] = f"seqtile-call-{number}-{index}-"
             required[f"seqtile-call-{number}-{index}-"] = "tool calls"
     for index, tool in enumerate(tools):
         tool.get("function", tool)["name"] = f"seqtile-tool-{index}-"
-        optional[f"seqtile-tool-{index}-"] = "the chat template writes no 'tools'"
+        optional[f"seqtile-tool-{index}-"] = "the chat template drops 'tools'"
     kwargs = row.get("chat_template_kwargs") or {}
     try:
         text = tokenizer.apply_chat_template(marked, tokenize=False, tools=tools or None, **kwargs)
@@ -256,8 +258,8 @@ def _find_left_out(messages: list[dict[str, Any]], row: Mapping[str, Any], token
     for mark, content in required.items():
         if mark not in text:
             raise ValueError(
-                f"the chat template writes nothing of {content}, which would not be trained; rename the role, write "
-                "calls as text, or give a template that knows them with 'trainer: {chat_template_path: FILE.jinja}'"
+                f"the chat template drops {content}, which would not be trained; rename the role, write calls as "
+                "text, or set a template that supports them with 'trainer: {chat_template_path: FILE.jinja}'"
             )
     return [note for mark, note in optional.items() if mark not in text]
 
@@ -271,8 +273,8 @@ def _compare_ids(row: Mapping[str, Any]) -> list[str]:
     if all(labels[index] == ids[index] for index in counted):
         return []
     if all(index + 1 == len(ids) or labels[index] == ids[index + 1] for index in counted):
-        raise ValueError("'labels' are shifted by one token, and the trainer shifts them; give them unshifted")
-    return ["'labels' are other tokens than 'input_ids'"]
+        raise ValueError("'labels' are shifted by one token, but the trainer shifts them itself; pass them unshifted")
+    return ["'labels' differ from 'input_ids'"]
 
 
 def _contains(text: str, content: str, tokenizer: Any) -> bool:

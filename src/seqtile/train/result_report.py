@@ -1,4 +1,4 @@
-"""What a run did, and the small report of it beside the result: two plots and the numbers behind them."""
+"""The outcome of a run, and its report: two plots and their figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a resumed run is still the run that it continues: its recipe, and what that does not show."""
+"""Check that a resumed run is the same run: recipe, data, weights, versions."""
 
 from __future__ import annotations
 
@@ -57,15 +57,15 @@ def resumed_recipe(file_values: dict[str, Any], flag_values: dict[str, Any]) -> 
     """
     directory = flag_values.get("output") or file_values.get("output")
     if not directory:
-        raise UserError("--resume needs the run to continue; give its directory with --output")
+        raise UserError("--resume needs the directory of the run; set --output")
     path = Path(directory).expanduser() / RECIPE_FILE
     if not path.is_file():
-        raise UserError(f"output {str(directory)!r} holds no earlier run (no {RECIPE_FILE}); start it without --resume")
+        raise UserError(f"output {str(directory)!r} has no earlier run (no {RECIPE_FILE}); start without --resume")
     saved, _ = build_recipe(read_recipe(path), {})
     if saved.trust_remote_code and not (flag_values.get("trust_remote_code") or file_values.get("trust_remote_code")):
         raise UserError(
-            f"{str(path)!r} says trust_remote_code: true, which a folder does not allow by itself; read the model's "
-            "code, then give --trust-remote-code again"
+            f"{str(path)!r} sets trust_remote_code: true, which a saved recipe may not do; review the model's code "
+            "and pass --trust-remote-code again"
         )
     started = saved.model_dump(mode="json")
     changes = {key: value for key, value in {**file_values, **flag_values}.items() if value is not None}
@@ -74,14 +74,14 @@ def resumed_recipe(file_values: dict[str, Any], flag_values: dict[str, Any]) -> 
     recipe, notes = build_recipe(base, changes)
     if recipe.fit:
         recipe = recipe.model_copy(update={"fit": False})
-        notes.append("fit chooses for a new run; --resume goes on with the settings that this one has")
+        notes.append("fit applies to new runs; --resume keeps the settings of this one")
     recipe = _on_other_processes(recipe, saved, changes)
     may_change = (*MAY_CHANGE, *PROCESSES) if _changes_processes(recipe, saved) else MAY_CHANGE
     for key, value in resolve(recipe).model_dump(mode="json").items():
         if key not in may_change and value != started[key]:
             raise UserError(
-                f"--resume cannot change {key} from {started[key]!r} to {value!r}; "
-                "drop it to continue that run, or start a new one with another --output"
+                f"--resume cannot change {key} from {started[key]!r} to {value!r}; drop it, or start a new run with "
+                "another --output"
             )
     return recipe, notes
 
@@ -110,27 +110,27 @@ def _on_other_processes(recipe: Recipe, saved: Recipe, changes: dict[str, Any]) 
     )
     if recipe.engine not in ANY_NUMBER:
         raise UserError(
-            f"--resume cannot change {change} under engine {recipe.engine!r}: its checkpoints are read by as many "
-            "processes as wrote them; drop it to continue that run"
+            f"--resume cannot change {change} under engine {recipe.engine!r}, whose checkpoints need the same "
+            "number of processes; drop it"
         )
     orders = {"streaming": recipe.streaming, **{key: recipe.trainer.get(key) for key in BY_PROCESSES}}
     for key, order in orders.items():
         if order and order not in ("random", "sequential"):
             raise UserError(
-                f"--resume cannot change {change} with {key} {order!r}: the order of the rows depends on it; "
-                "drop it to continue that run"
+                f"--resume cannot change {change} with {key} {order!r}, which determines the order of the rows; drop it"
             )
     rows, at_once = saved.rows_of_a_step, recipe.changed(gradient_accumulation=1).rows_of_a_step
     if "gradient_accumulation" not in changes and at_once and rows % at_once == 0:
         recipe = recipe.changed(gradient_accumulation=rows // at_once)
     if recipe.rows_of_a_step != rows:
         advice = (
-            f"give --gradient-accumulation {rows // at_once}"
+            f"use --gradient-accumulation {rows // at_once}"
             if at_once and rows % at_once == 0
-            else f"give processes (--nproc, --cp-size) that take at most {rows} at once, and a part of them"
+            else f"choose processes (--nproc, --cp-size) that divide {rows} rows"
         )
         raise UserError(
-            f"--resume cannot change {change}: a step would have {recipe.rows_of_a_step} rows and had {rows}; {advice}"
+            f"--resume cannot change {change}: a step would have {recipe.rows_of_a_step} rows instead of {rows}; "
+            f"{advice}"
         )
     return recipe
 
@@ -176,41 +176,41 @@ def check_same_run(
     steps = trainer.args.max_steps
     if steps > 0 and steps != state["max_steps"] and trainer.args.lr_scheduler_type not in FLAT_SCHEDULES:
         notes.append(
-            f"the learning rate's schedule now ends at step {steps}, before at step {state['max_steps']}: "
-            "from here on other losses than without the interruption"
+            f"the learning rate schedule now ends at step {steps} instead of {state['max_steps']}; losses will "
+            "differ from the uninterrupted run"
         )
     if mark is None:
         return notes
     marked, name = mark.run, checkpoint.name
-    end = "--resume continues a run only as it was; start a new one with another --output"
+    end = "--resume must keep the run as it was; start a new one with another --output"
     if mark.processes != trainer.args.world_size:
-        writers = f"{name} was written by {mark.processes} processes and this run has {trainer.args.world_size}"
+        writers = f"{name} was written by {mark.processes} processes, this run has {trainer.args.world_size}"
         # DDP's checkpoints hold everything for every rank, and PyTorch deals FSDP2's shards out again.
         if not (recipe.engine == "ddp" or (recipe.engine == "fsdp2" and (checkpoint / FSDP_SHARDS).is_dir())):
             raise UserError(f"{writers}; {end}")
         if marked.get("rows_of_a_step") != run["rows_of_a_step"]:
             raise UserError(
-                f"{writers}, and a step had {marked.get('rows_of_a_step', 'an unknown number of')} rows and would have "
-                f"{run['rows_of_a_step']}; {end}"
+                f"{writers}, and a step would have {run['rows_of_a_step']} rows instead of "
+                f"{marked.get('rows_of_a_step', 'an unknown number')}; {end}"
             )
         notes.append(
-            f"{writers}: a step has the same {run['rows_of_a_step']} rows; the processes' random numbers (dropout) are "
-            "others, and so are the rows that fill up the last step of an epoch"
+            f"{writers}: a step still has {run['rows_of_a_step']} rows, but random numbers (dropout) and the rows "
+            "that fill the last step of an epoch differ"
         )
     if marked.get("data") not in (None, run["data"]):
-        raise UserError(f"dataset {recipe.dataset!r} no longer holds the rows that {name} was trained on; {end}")
+        raise UserError(f"dataset {recipe.dataset!r} no longer has the rows that {name} was trained on; {end}")
     if None not in (marked.get("frozen"), run["frozen"]) and marked["frozen"] != run["frozen"]:
-        raise UserError(f"model {recipe.model!r} no longer has the frozen weights that {name} was trained over; {end}")
+        raise UserError(f"model {recipe.model!r} no longer has the frozen weights that {name} was trained with; {end}")
     changed = [
         f"{package} {old} is now {run['versions'].get(package)}"
         for package, old in marked.get("versions", {}).items()
         if old != run["versions"].get(package)
     ]
     if changed:
-        notes.append(f"{', '.join(changed)} since {name}: the same run up to what changed between these versions")
+        notes.append(f"{', '.join(changed)} since {name}; results may differ where these versions do")
     if marked.get("tiling") not in (None, run["tiling"]) and tiling is not None:
         if any(isinstance(module, nn.Dropout) and module.p > 0 for module in trainer.model.modules()):
-            notes.append("other tiles draw other dropout masks inside the blocks: the same distribution, another run")
+            notes.append("other tiles draw other dropout masks inside the blocks: same distribution, not the same run")
     return notes
 
 

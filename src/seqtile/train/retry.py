@@ -1,4 +1,4 @@
-"""After an out-of-memory: say what it was, or go on with settings that hold less.
+"""After an out-of-memory: describe it, or continue with settings that use less.
 
 In one process a step is done again where it stands, if it had not reached the optimiser: its gradients are dropped, the
 random numbers are put back, and all its micro-batches run again. What the optimiser had begun cannot be taken back, and
@@ -46,7 +46,7 @@ class OutOfMemory(RunError):
     """A run that is out of memory.
 
     Attributes:
-        retry: what to go on with, as :func:`next_retry` says it; None where nothing is left or nothing was asked for.
+        retry: the next attempt, of :func:`next_retry`; None where no smaller setting is left or none was requested.
         done: what the run had gone on with before.
     """
 
@@ -189,7 +189,7 @@ class StepWatch:
 
 def said(retry: dict[str, Any]) -> str:
     """One sentence for the log."""
-    return f"out of memory {retry['place']}: going on {retry['how']} with {retry['changed']}"
+    return f"out of memory {retry['place']}: continuing {retry['how']} with {retry['changed']}"
 
 
 def release() -> None:
@@ -225,17 +225,17 @@ def explain_out_of_memory(
     recipe: Recipe, location: Place, live: list[str], checkpoint: Path | None, retried: int
 ) -> str:
     """Everything that is known of an out-of-memory that ends the run."""
-    missing = f": {location.asked / 2**30:,.2f} GiB could not be had" if location.asked else ""
+    missing = f": could not allocate {location.asked / 2**30:,.2f} GiB" if location.asked else ""
     lines = [f"out of memory {location}{missing}", *live]
     if location.phase:
         lines += _by_plan(recipe, location)
     if recipe.on_oom == "retry" and location.phase:
-        end = "; nothing smaller is left to go on with" if retried < MOST_RETRIES else ""
-        lines.append(f"{retried} of at most {MOST_RETRIES} retries were made{end}")
+        end = "; no smaller setting is left to try" if retried < MOST_RETRIES else ""
+        lines.append(f"{retried} of at most {MOST_RETRIES} retries{end}")
     if checkpoint is None:
-        lines.append("no checkpoint was saved before")
+        lines.append("no checkpoint was saved yet")
     else:
-        lines.append(f"the last whole checkpoint is {checkpoint}: go on from it with other settings and --resume")
+        lines.append(f"the last complete checkpoint is {checkpoint}: continue from it with other settings and --resume")
     return "\n".join(lines)
 
 
@@ -250,18 +250,20 @@ def _by_plan(recipe: Recipe, location: Place) -> list[str]:
         settings = _failed_settings(recipe, location)
         avoided = would_avoid(request, settings, tokens, max(1, location.asked), can_offload=can_offload())
     except (UserError, RuntimeError, ValueError, TypeError, AttributeError, KeyError) as error:
-        return [f"what the plan says is not known: {(str(error).splitlines() or [type(error).__name__])[0]}"]
+        return [f"no plan is available: {(str(error).splitlines() or [type(error).__name__])[0]}"]
     device, gib = estimate.device, 2**30
     lines = [
-        f"the plan for rows of {tokens:,} tokens: {device.expected / gib:,.2f} GiB ({device.low / gib:,.2f} to "
-        f"{device.high / gib:,.2f}) of {request.device.memory / gib:,.2f} GiB, most in the {estimate.peak_at}"
+        (
+            f"planned for {tokens:,} tokens: {device.expected / gib:,.2f} GiB ({device.low / gib:,.2f} to "
+            f"{device.high / gib:,.2f}) of {request.device.memory / gib:,.2f} GiB, peak in the {estimate.peak_at}"
+        )
     ]
     if avoided is not None:
-        by_itself = "; --on-oom retry does that by itself" if recipe.on_oom == "stop" else ""
-        lines.append(f"this would have avoided it: {avoided}{by_itself}")
+        by_itself = "; --on-oom retry does so automatically" if recipe.on_oom == "stop" else ""
+        lines.append(f"this would avoid it: {avoided}{by_itself}")
     else:
         lines.append(
-            "by the plan no tiles, checkpoints or offload would have been enough: shorter rows (--max-length), "
-            "adapters (--lora 16) or more devices; seqtile plan says what buys length"
+            "no tile size, checkpointing or offload would be enough by the plan: use shorter sequences "
+            "(--max-length), adapters (--lora 16) or more devices; seqtile plan shows what helps"
         )
     return lines

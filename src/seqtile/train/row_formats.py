@@ -1,4 +1,4 @@
-"""What rows say, in the columns that TRL trains on.
+"""Convert dataset rows to the columns that TRL trains on.
 
 Read: ShareGPT (``conversations`` with from and value), OpenAI's ``messages`` (content blocks, tool calls), Alpaca
 (``instruction``, ``input``, ``output``), ``query`` and ``response``, ``prompt`` and ``completion``, text, and tokenised
@@ -46,7 +46,7 @@ COUNTED = "counted_messages"
 
 
 class RowError(ValueError):
-    """What is wrong with a row, in words that follow its place."""
+    """What is wrong with a row, to follow its location in a message."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class RowFormat:
             return read_ids(row, completion_only=self.completion_only)
         for name in MEDIA:
             if row.get(name):
-                raise RowError(f"{name!r} is not empty, and only text is trained here")
+                raise RowError(f"{name!r} is not empty, but only text is supported")
         if self.is_chat:
             result = self._read_chat(row)
         elif self.key_columns in ANSWERED:
@@ -154,7 +154,7 @@ class RowFormat:
         tools = row.get("tools")
         tools = _parsed(tools) if isinstance(tools, str) and tools else tools
         if isinstance(tools, str) and tools:
-            raise RowError("'tools' is a text that is no JSON, expected a list of functions")
+            raise RowError("'tools' is not valid JSON, expected a list of functions")
         if tools:  # TRL reads JSON; templates would announce an empty list
             result["tools"] = json.dumps(_without_nulls(tools), ensure_ascii=False)
         if "chat_template_kwargs" in self.columns:  # TRL unpacks it in every row
@@ -164,7 +164,7 @@ class RowFormat:
     def _read_chat(self, row: Mapping[str, Any]) -> dict[str, Any]:
         messages = read_messages(row, self.key_columns[0])
         if {message["role"] for message in messages} <= ASKING_ROLES:
-            raise RowError(f"{self.key_columns[0]!r} is only a prompt, without a message of an assistant")
+            raise RowError(f"{self.key_columns[0]!r} has a prompt only, without an assistant message")
         messages = _with_system(messages, row)
         counted = _counted_messages(messages, assistant_only=self.assistant_only)
         messages = with_json_arguments(messages) if self.json_arguments else messages
@@ -175,15 +175,15 @@ def find_key_columns(columns: Sequence[str], dataset: str, text_field: str) -> t
     """The columns that say what a row is: the first of :data:`ROW_KINDS` that is there, or the text column.
 
     Raises:
-        UserError: there is none that can be trained on.
+        UserError: no supported format.
     """
     for key_columns in (*ROW_KINDS, (text_field,), *ANSWERED):
         if set(key_columns) <= set(columns):
             return key_columns
     if {"chosen", "rejected"} <= set(columns):
         raise UserError(
-            f"dataset {dataset!r} holds preferences (chosen, rejected), and seqtile train does supervised training; "
-            "write what is to be learned as 'messages', or use TRL's DPOTrainer with seqtile.apply"
+            f"dataset {dataset!r} has preferences (chosen, rejected), but seqtile train does supervised training; "
+            "use TRL's DPOTrainer with seqtile.apply, or write the chosen answers as 'messages'"
         )
     raise UserError(
         f"dataset {dataset!r} has columns {', '.join(sorted(columns))}; expected 'messages', 'conversations', "
@@ -217,11 +217,11 @@ def _read_message(message: Any, name: str) -> dict[str, Any]:
     if calls:
         content, fields["tool_calls"] = content or "", _read_calls(calls, name)  # some templates write None
     if not isinstance(role, str) or content is None:
-        raise RowError(f"{name!r} holds a message without role or content")
+        raise RowError(f"{name!r} has a message without role or content")
     if isinstance(content, list):  # OpenAI's blocks, of which many templates write the Python list
         content = "".join(_read_block(block, name) for block in content)
     if not isinstance(content, str):
-        raise RowError(f"{name!r} holds a message whose content is {type(content).__name__}, expected text")
+        raise RowError(f"{name!r} has a message with content of type {type(content).__name__}, expected text")
     return {"role": ROLES.get(role, role), "content": content, **fields}
 
 
@@ -229,7 +229,7 @@ def _read_block(block: Any, name: str) -> str:
     block = block if isinstance(block, Mapping) else {"text": block}
     block_type, text = block.get("type", "text"), block.get("text")
     if block_type not in TEXT_BLOCKS or not isinstance(text, str):
-        raise RowError(f"{name!r} holds a message with a block of type {block_type!r}, and only text is trained here")
+        raise RowError(f"{name!r} has a message with a block of type {block_type!r}, but only text is supported")
     return text
 
 
@@ -239,13 +239,13 @@ def _read_calls(calls: Any, name: str) -> list[dict[str, Any]]:
     result = []
     if not isinstance(calls, (list, Mapping)):
         raise RowError(
-            f"{name!r} holds a tool call that is {type(calls).__name__}, expected an object or a list of them"
+            f"{name!r} has a tool call of type {type(calls).__name__}, expected an object or a list of objects"
         )
     for call in [calls] if isinstance(calls, Mapping) else calls:
         call = _without_nulls(call)
         function = call.get("function", call) if isinstance(call, Mapping) else {}
         if "name" not in function:
-            raise RowError(f"{name!r} holds a tool call without a function's name")
+            raise RowError(f"{name!r} has a tool call without a function name")
         if isinstance(function.get("arguments"), str):
             function = {**function, "arguments": _parsed(function["arguments"])}
         result.append({**call, "function": function} if "function" in call else dict(function))
@@ -270,7 +270,7 @@ def _with_system(messages: list[dict[str, Any]], row: Mapping[str, Any]) -> list
     if messages[0]["role"] not in ("system", "developer"):
         return [{"role": "system", "content": system}, *messages]
     if messages[0]["content"].strip() != system.strip():
-        raise RowError("'system' and the first message are two system prompts")
+        raise RowError("'system' and the first message are both system prompts")
     return messages
 
 
@@ -280,11 +280,11 @@ def _counted_messages(messages: Sequence[Mapping[str, Any]], *, assistant_only: 
     for message in messages:
         weights = [message[key] for key in LOSS_KEYS if key in message]
         if "train_detail" in message or any(weight not in (0, 1) for weight in weights):
-            raise RowError("a message counts in the loss in part, which is not supported; give it a weight of 0 or 1")
+            raise RowError("a message has a fractional loss weight, which is not supported; use 0 or 1")
         if not all(weights) and not assistant_only:
-            raise RowError("a message is left out of the loss, which 'trainer: {assistant_only_loss: true}' heeds")
+            raise RowError("a message is masked from the loss, which needs 'trainer: {assistant_only_loss: true}'")
         if any(weights) and assistant_only and message["role"] in ASKING_ROLES:
-            raise RowError(f"a message of {message['role']!r} counts in the loss, which assistant_only_loss denies")
+            raise RowError(f"a message of {message['role']!r} is in the loss, which assistant_only_loss excludes")
         if message["role"] == "assistant":
             counted.append(all(weights))
     return counted
@@ -296,7 +296,7 @@ def _read_pair(row: Mapping[str, Any], *, masks_prompt: bool) -> dict[str, Any]:
     pair = {name: read_messages(row, name) for name in ("prompt", "completion")}
     for message in pair["completion"] if masks_prompt else [*pair["prompt"], *pair["completion"]]:
         if any(not message.get(key, 1) for key in LOSS_KEYS):
-            raise RowError("a message that would be trained is left out of the loss; write the row as 'messages'")
+            raise RowError("a trained message is masked from the loss; write the row as 'messages'")
     return {**pair, "prompt": _with_system(pair["prompt"], row)}
 
 
@@ -305,7 +305,7 @@ def _read_answered(row: Mapping[str, Any], question: str, answer: str) -> dict[s
     messages = []
     for turn in row.get("history") or []:
         if not isinstance(turn, list) or len(turn) != 2:  # of an object, its keys would be trained
-            raise RowError("'history' holds something else than pairs of a question and its answer")
+            raise RowError("'history' has entries that are not question-answer pairs")
         messages += [{"role": "user", "content": turn[0]}, {"role": "assistant", "content": turn[1]}]
     text, extra = _text(row, question), next((name for name in ("input", "context") if row.get(name)), None)
     messages.append({"role": "user", "content": f"{text}\n{_text(row, extra)}" if extra else text})
@@ -323,7 +323,7 @@ def read_ids(row: Mapping[str, Any], *, completion_only: bool | None) -> dict[st
 
     ids = numpy.asarray(row["input_ids"])
     if ids.dtype.kind not in "iu" or ids.ndim != 1:
-        raise RowError("'input_ids' is empty or holds something else than token ids")
+        raise RowError("'input_ids' is empty or has entries that are not token ids")
     columns = {
         name: numpy.asarray(row[name])
         for name in ("labels", "attention_mask", "position_ids", *LOSS_MASKS)
@@ -331,7 +331,7 @@ def read_ids(row: Mapping[str, Any], *, completion_only: bool | None) -> dict[st
     }
     for name, values in columns.items():
         if values.shape != ids.shape:
-            raise RowError(f"'input_ids' and {name!r} are of two lengths")
+            raise RowError(f"'input_ids' and {name!r} have different lengths")
     labels = columns.get("labels", ids).copy()
     masks = [name for name in LOSS_MASKS if name in columns]
     if completion_only is False:
@@ -341,16 +341,16 @@ def read_ids(row: Mapping[str, Any], *, completion_only: bool | None) -> dict[st
     visible = columns.get("attention_mask", numpy.ones(len(ids))) != 0
     (positions,) = visible.nonzero()
     if not len(positions):
-        raise RowError("'attention_mask' hides every token")
+        raise RowError("'attention_mask' masks every token")
     span = slice(positions[0], positions[-1] + 1)
     if not visible[span].all():
-        raise RowError("'attention_mask' hides tokens in the middle, which the trainer would show")
+        raise RowError("'attention_mask' masks tokens in the middle, which the trainer would not mask")
     # TRL reads neither: its collator counts the positions of a row through.
     restarts = "position_ids" in columns and (numpy.diff(columns["position_ids"][span]) != 1).any()
     if restarts or len(row.get("seq_lengths") or ()) > 1:
         raise RowError(
-            f"{'position_ids' if restarts else 'seq_lengths'!r} packs several documents, which would attend to "
-            "each other; give one document a row, and 'packing: true' packs them"
+            f"{'position_ids' if restarts else 'seq_lengths'!r} marks packed documents, which would attend to each "
+            "other; use one document per row, and 'packing: true' to pack them"
         )
     result = {"input_ids": ids[span].tolist()}
     if {"labels", *LOSS_MASKS} & row.keys():
@@ -374,7 +374,7 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _parsed(text: str) -> Any:
-    """The value of a JSON text; a text that is none stays."""
+    """The value of a JSON text; other text is returned unchanged."""
     try:
         return json.loads(text)
     except json.JSONDecodeError:

@@ -52,7 +52,7 @@ def train(
         callbacks: the trainer's, beside the run's own.
         display: shows what is being done, and the steps.
         retries: what the command in front has gone on with before, after an out-of-memory.
-        trust_checkpoint: with ``resume``, let the checkpoint's pickles call whatever they ask for.
+        trust_checkpoint: with ``resume``, let the checkpoint's pickles call any function.
         checked: with ``resume_from``, the command in front has read that checkpoint to its end.
 
     Raises:
@@ -93,7 +93,7 @@ def train(
             release()
             start, _ = newest_whole(Path(str(recipe.output)))
             if start is None:
-                raise RunError(f"out of memory, and no whole checkpoint in {recipe.output} to go on from")
+                raise RunError(f"out of memory, and no complete checkpoint in {recipe.output} to resume from")
             recipe, overwrite = recipe.changed(**retry["recipe"]), False
             done = [*retries, {**retry, "how": f"from {start.name}"}]
             logger.warning("%s", said(done[-1]))
@@ -118,9 +118,9 @@ def fitted(recipe: Recipe, start: Path | None, tell: Callable[[str], None], node
     try:
         choice = fit_recipe(recipe, nodes)
     except Exception as error:
-        if recipe.fit is not None:  # else nobody asked for a plan: a model that it cannot read trains all the same
+        if recipe.fit is not None:  # else no plan was requested: a model that cannot be planned trains all the same
             raise
-        tell(f"fit: nothing was chosen, and the settings stay as they are: {error}")
+        tell(f"fit: settings are unchanged: {error}")
         return recipe.model_copy(update={"fit": False})
     for line in choice.why:
         tell(line)
@@ -155,19 +155,19 @@ def _attempt(
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        raise OutOfMemory(f"out of memory while the model was loaded: {str(error).splitlines()[0]}") from None
+        raise OutOfMemory(f"out of memory while loading the model: {str(error).splitlines()[0]}") from None
     trainer.run = describe_run(recipe, trainer)
     mark = read_mark(start) if start is not None and not retries else None
     trainer.run["retries"] = list(retries) if mark is None else mark.run.get("retries", [])
     if start is not None:
         logger.info("resuming from %s", start)
         if recipe.trainer.get("save_only_model"):
-            logger.warning("it holds the model alone (trainer.save_only_model): optimiser and schedule start again")
+            logger.warning("it has the model only (trainer.save_only_model): optimizer and schedule start anew")
         for note in check_same_run(trainer.run, start, recipe, trainer, tiling):
             logger.warning(note)
         trainer.all_done = _all_done(trainer, start, output)
     elif resume:
-        logger.warning("nothing of the run in %s was saved: it starts again from its first step", output)
+        logger.warning("no checkpoint was saved in %s; starting from the first step", output)
     if trainer.args.should_save:
         output.mkdir(parents=True, exist_ok=True)
         lock.take()
@@ -175,7 +175,7 @@ def _attempt(
         if start is None and not resume:
             check_output(recipe, output, overwrite=overwrite)
         elif start is None and not nothing_saved(output):
-            raise UserError(f"another run has written to output {str(output)!r} meanwhile; give --resume again")
+            raise UserError(f"another run has written to output {str(output)!r} in the meantime; use --resume again")
         if overwrite:
             clear_output(output)
         save_recipe(recipe, output / RECIPE_FILE)
@@ -216,7 +216,7 @@ def locate(
         start = find_checkpoint(output, resume_from, trusted=trust_checkpoint, checked=checked)
     if is_first():
         if resume:
-            check_writable(output, f"fix that, then go on from {start or 'its first step'}")
+            check_writable(output, f"fix that, then resume from {start or 'its first step'}")
         else:
             check_output(recipe, output, overwrite=overwrite)
     return recipe.model_copy(update={"output": str(output)}), start
@@ -231,7 +231,7 @@ def require_packages() -> None:
 
     missing = [name for name in ("trl", "datasets", "peft", "matplotlib") if find_spec(name) is None]
     if missing:
-        raise UserError(f"seqtile train needs {', '.join(missing)}; install them with: pip install {' '.join(missing)}")
+        raise UserError(f"seqtile train needs {', '.join(missing)}; run: pip install {' '.join(missing)}")
 
 
 def _build(recipe: Recipe, output: Path, start: Path | None, display: Display) -> tuple[Any, Report | None]:
@@ -262,7 +262,7 @@ def _build(recipe: Recipe, output: Path, start: Path | None, display: Display) -
     model, tokenizer = load_model(recipe)
     frozen = freeze_unread(model)
     if frozen:
-        logger.warning("not trained, because rows of text do not reach them: %s", ", ".join(frozen))
+        logger.warning("frozen, because no text reaches them: %s", ", ".join(frozen))
     check_packing(model, arguments)
     check_checkpoints(model, arguments)
     embeddings: Any = model.get_input_embeddings()
@@ -281,7 +281,7 @@ def _build(recipe: Recipe, output: Path, start: Path | None, display: Display) -
     display.stage(f"reading {recipe.dataset}" if stream else f"tokenising {len(sets['train'].rows):,} rows")
     trainer = _trainer(model, data, tokenizer, adapter_config(recipe.lora, model, frozen))
     if stream is not None:
-        logger.info("data: read as a stream, in its order, and checked as it comes%s", sets["train"].row_format.advice)
+        logger.info("data: streaming, in the dataset's order%s", sets["train"].row_format.advice)
     for name, summary in trainer.data.items():
         logger.info("%s: %s%s", "data" if name == "train" else f"{name} data", summary, sets[name].row_format.advice)
     if stream is not None:
@@ -306,7 +306,7 @@ def _trainer(model: Any, data: Data, tokenizer: Any, adapters: Any) -> Any:
     except Exception as error:
         if not _is_refusal(error, Path(str(data.arguments.output_dir))):
             raise
-        raise UserError(f"the trainer refuses this model, dataset or recipe: {in_its_words(error)}") from error
+        raise UserError(f"the trainer rejects this model, dataset or recipe: {in_its_words(error)}") from error
     trainer.remove_callback(PrinterCallback)
     return trainer
 
@@ -334,8 +334,8 @@ def _all_done(trainer: Any, resume_from: Path, output: Path) -> bool:
     if state["global_step"] < steps:
         return False
     if not why_not_whole(output):
-        raise UserError(f"this run has done its {steps} steps; give more --steps to go on")
-    logger.info("all %d steps are done; saving the model, which was not", steps)
+        raise UserError(f"this run has finished its {steps} steps; use more --steps to continue")
+    logger.info("all %d steps are done; saving the model", steps)
     return True
 
 
@@ -370,7 +370,7 @@ def _train_and_save(
         except Exception as error:
             if not clock.seconds and _is_refusal(error, output):
                 raise UserError(
-                    f"the first step cannot run, and nothing was trained: {in_its_words(error)}; change the setting or "
+                    f"the first step failed, and nothing was trained: {in_its_words(error)}; change the setting or "
                     "the model that it names"
                 ) from error
             if not is_out_of_memory(error):
@@ -386,7 +386,7 @@ def _train_and_save(
         display.stage("saving the model")
         trainer.save_result(output)
         if recipe.compare:
-            display.stage("comparing one step tiled and untiled")
+            display.stage("comparing one step, tiled and untiled")
     state = trainer.state
     outcome = Outcome(
         recipe=recipe,

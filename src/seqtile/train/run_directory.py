@@ -1,4 +1,4 @@
-"""The directory of a run: what may be written there, by whom, and which checkpoints in it are whole.
+"""The directory of a run: locks, and which of its checkpoints are complete.
 
 Transformers writes a checkpoint in place, file by file, and takes the one of the highest number for the newest. Killed
 while it writes, it would resume from a partial checkpoint, or crash. So every checkpoint gets a mark as its last file,
@@ -116,7 +116,7 @@ def write_mark(folder: Path, mark: CheckpointMark, *, only: tuple[str, ...] = ("
 
 
 def read_mark(folder: Path) -> CheckpointMark | None:
-    """The mark of a checkpoint, or None where there is none that can be read."""
+    """The mark of a checkpoint, or None where it is missing or unreadable."""
     try:
         mark = CheckpointMark(**json.loads((folder / MARK).read_text(encoding="utf-8")))
         return mark if mark.files and all(len(entry) == 2 for entry in mark.files.values()) else None
@@ -133,13 +133,13 @@ def why_not_whole(folder: Path, *, digests: bool = True) -> str:
     """
     mark = read_mark(folder)
     if mark is None:
-        return "its completeness mark cannot be read" if (folder / MARK).exists() else "it carries no completeness mark"
+        return "its completeness mark is unreadable" if (folder / MARK).exists() else "it has no completeness mark"
     for name, (size, _) in mark.files.items():
         path = folder / name
         if not path.is_file():
             return f"{name} is missing"
         if path.stat().st_size != size:
-            return f"{name} holds {path.stat().st_size:,} of {size:,} bytes"
+            return f"{name} has {path.stat().st_size:,} of {size:,} bytes"
 
     def digest_or_none(path: Path) -> str | None:
         with suppress(OSError):
@@ -173,7 +173,7 @@ def why_not_readable(folder: Path) -> str:
                     if archive.testzip():
                         return f"{path.name} is damaged"
         except (OSError, ValueError, zipfile.BadZipFile, safetensors.SafetensorError):
-            return f"{path.name} is cut off or damaged"
+            return f"{path.name} is truncated or corrupt"
     return ""
 
 
@@ -208,11 +208,11 @@ def find_checkpoint(output: Path, chosen: str | None = None, *, trusted: bool = 
     Args:
         output: the run's directory.
         chosen: name of a checkpoint there.
-        trusted: run what its pickles ask for, whatever it is.
+        trusted: load its pickles without checks.
         checked: another process has just read the chosen one to its end and found it right.
 
     Raises:
-        UserError: there is none, none is whole, or the chosen one is not there or damaged; or it would run code.
+        UserError: no complete checkpoint, or the chosen one is missing, damaged or would run code.
     """
     if chosen is not None and checked:
         return output / chosen
@@ -229,14 +229,10 @@ def _newest(output: Path) -> Path:
             logger.warning("skipped %s", problem)
         return newest
     if not skipped:
-        raise UserError(
-            f"output {str(output)!r} holds no checkpoint to resume from; "
-            "start the run again: --overwrite in place of --resume"
-        )
+        raise UserError(f"output {str(output)!r} has no checkpoint to resume from; use --overwrite instead of --resume")
     raise UserError(
-        f"no checkpoint in {str(output)!r} is known to be whole ({'; '.join(skipped)}); one that was interrupted while "
-        "it was written is lost; one without a mark that an older seqtile or another trainer wrote can be named: "
-        f"--resume --from-checkpoint {numbered(output)[-1][1].name}"
+        f"no checkpoint in {str(output)!r} is complete ({'; '.join(skipped)}); to use one without a mark, from an "
+        f"older seqtile or another trainer, name it: --resume --from-checkpoint {numbered(output)[-1][1].name}"
     )
 
 
@@ -250,8 +246,7 @@ def _chosen(output: Path, name: str) -> Path:
         raise UserError(f"cannot resume from {name!r}: {problem}; name another checkpoint, or start a new run")
     if not is_marked:
         logger.warning(
-            "%s carries no completeness mark; every file of it can be read, but whether one is missing, or the data "
-            "are those it was trained on, is not known",
+            "%s has no completeness mark; its files are readable, but missing files or changed data cannot be detected",
             name,
         )
     return path
@@ -268,7 +263,7 @@ def set_aside(output: Path, step: int) -> None:
             names = (f"{SET_ASIDE}{path.name}{'' if count == 1 else f'-{count}'}" for count in range(1, 10_000))
             target = next(output / name for name in names if not (output / name).exists())
             path.rename(target)
-            logger.warning("%s is from before this resume; renamed to %s, delete it when you like", path, target.name)
+            logger.warning("%s is from before this resume; renamed to %s, safe to delete", path, target.name)
 
 
 def rotate(output: Path, limit: int | None, protected: str | None = None) -> None:
@@ -314,7 +309,7 @@ PICKLED = (".pt", ".pth", ".bin", ".pkl", ".ckpt", ".metadata")
 
 
 def check_pickles(folder: Path) -> None:
-    """Refuse a checkpoint whose pickles ask for more than tensors, numbers and what DeepSpeed keeps of its settings.
+    """Refuse a checkpoint whose pickles reference more than tensors, numbers and DeepSpeed's settings.
 
     Each is read by an unpickler that has nothing to call. Links, and a tag that leads out of the checkpoint, are
     refused too: what is loaded would not be what is looked at.
@@ -328,18 +323,18 @@ def check_pickles(folder: Path) -> None:
     for path in sorted(folder.rglob("*")):
         problem = ""
         if path.is_symlink():
-            problem = "is a link, so that what is loaded may be elsewhere"
+            problem = "is a link, so other files may be loaded"
         elif path.name in TAGS and path.is_file():
             tag = path.read_text(encoding="utf-8", errors="replace").strip()
             if tag in ("", ".", "..") or Path(tag).name != tag or not (path.parent / tag).is_dir():
-                problem = "names no directory beside it, so that DeepSpeed would load files from elsewhere"
-        # Transformers writes training_args.bin and nobody loads it: its many classes are no reason to refuse it.
+                problem = "points outside its directory, so DeepSpeed would load other files"
+        # Transformers writes training_args.bin but never loads it: its many classes are no reason to refuse it.
         elif path.name.endswith(PICKLED) and path.name != "training_args.bin" and path.is_file():
             problem = _problem_of_pickle(path)
         if problem:
             raise UserError(
-                f"{path.relative_to(folder.parent)} {problem}; loading it could run any code: give --trust-checkpoint "
-                "if you know who wrote it, or --from-checkpoint another one"
+                f"{path.relative_to(folder.parent)} {problem}; loading it could run arbitrary code: use "
+                "--trust-checkpoint if you trust its author, or another --from-checkpoint"
             )
 
 
@@ -356,12 +351,12 @@ def _problem_of_pickle(path: Path) -> str:
                 pickles = [pickle_of(file)]
         for pickled in pickles:
             if pickled is None:
-                return "is a pickle that is not looked into (no archive of torch.save)"
+                return "is a pickle that cannot be checked (not an archive of torch.save)"
             _Inert(io.BytesIO(pickled)).load()
     except _NotListed as error:
-        return f"asks for {error}, which no checkpoint of Transformers, PyTorch or DeepSpeed holds"
+        return f"needs {error}, which no checkpoint of Transformers, PyTorch or DeepSpeed uses"
     except Exception as error:  # noqa: BLE001 - a hostile pickle can end in any of them
-        return f"holds a pickle that cannot be read ({type(error).__name__})"
+        return f"has an unreadable pickle ({type(error).__name__})"
     return ""
 
 
@@ -454,7 +449,7 @@ class RunLock:
                 aside.rename(self._file)
                 raise
             aside.unlink()
-            logger.info("removed %s of a run that has ended", self._file)
+            logger.info("removed %s of a finished run", self._file)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if self._taken:
@@ -479,25 +474,22 @@ def check_unlocked(output: Path, file: Path | None = None) -> None:
     except (FileNotFoundError, NotADirectoryError):
         return
     except OSError as error:
-        raise UserError(f"cannot read {str(output / LOCK)!r} ({error.strerror}); give another --output") from None
+        raise UserError(f"cannot read {str(output / LOCK)!r} ({error.strerror}); use another --output") from None
     except (ValueError, KeyError, TypeError):
         if time.time() - file.stat().st_mtime > LOCK_IS_WRITTEN_WITHIN:
             return  # its run was killed while it wrote this
-        raise UserError(
-            f"output {str(output)!r} is being taken by another run right now; give another --output"
-        ) from None
+        raise UserError(f"another run is starting in output {str(output)!r}; use another --output") from None
     me = _me()
     if (host, space) != (me["host"], me["space"]):
         raise UserError(
-            f"output {str(output)!r} is locked by a run on host {host!r} (process {pid}), and from here it cannot be "
-            f"seen whether that still runs; if it has ended, remove {str(output / LOCK)!r}; if not, give another "
-            "--output"
+            f"output {str(output)!r} is locked by a run on host {host!r} (process {pid}), which cannot be checked "
+            f"from here; remove {str(output / LOCK)!r} if it has ended, or use another --output"
         )
     running_since = _started_at(pid)  # a number alone is given to another process later
     if running_since is not None and abs(running_since - started) <= CLOCK_SECONDS:
         raise UserError(
-            f"output {str(output)!r} is being written by another run (process {pid} on this machine); "
-            "wait for it, end it, or give another --output"
+            f"output {str(output)!r} is in use by another run (process {pid} on this machine); wait for it, end it, "
+            "or use another --output"
         )
 
 
@@ -539,20 +531,20 @@ def check_output(recipe: Recipe, output: Path, *, overwrite: bool) -> None:
     for name in (recipe.model, recipe.dataset):
         source = Path(name).expanduser()
         if name != DEMO and source.exists() and target in (source.resolve(), *source.resolve().parents):
-            raise UserError(f"output {str(output)!r} holds {name!r}, which this run reads; give another --output")
+            raise UserError(f"output {str(output)!r} contains {name!r}, which this run reads; use another --output")
     dataset = Path(recipe.dataset).expanduser()
     if recipe.dataset != DEMO and dataset.is_dir() and dataset.resolve() in target.parents:
         raise UserError(
-            f"output {str(output)!r} lies inside the dataset {recipe.dataset!r}, and the next run would train on it; "
-            "give another --output"
+            f"output {str(output)!r} lies inside the dataset {recipe.dataset!r}, so the next run would train on it; "
+            "use another --output"
         )
     if output.is_dir() and any(path.name != LOCK for path in output.iterdir()):
         has_recipe = (output / RECIPE_FILE).is_file()
         if not overwrite:
             resume = "--resume to continue it, " if has_recipe else ""
             raise UserError(
-                f"output {str(output)!r} is not empty; give {resume}--overwrite to replace an earlier run, "
-                "or another --output"
+                f"output {str(output)!r} is not empty; use {resume}--overwrite to replace an earlier run, or "
+                "another --output"
             )
         written = None
         with suppress(UserError):
@@ -560,13 +552,13 @@ def check_output(recipe: Recipe, output: Path, *, overwrite: bool) -> None:
         if not isinstance(written, str) or Path(written).name != target.name:
             holds = f"a {RECIPE_FILE} of another run" if has_recipe else f"no {RECIPE_FILE} of a run"
             raise UserError(
-                f"output {str(output)!r} holds {holds}, and --overwrite would delete the files beside it; "
-                "give another --output"
+                f"output {str(output)!r} has {holds}, and --overwrite would delete the files beside it; use another "
+                "--output"
             )
     check_writable(output)
 
 
-def check_writable(output: Path, advice: str = "give another --output") -> None:
+def check_writable(output: Path, advice: str = "use another --output") -> None:
     """Try to write there, or in the nearest directory above that exists, and leave nothing behind.
 
     Args:
@@ -608,8 +600,8 @@ def clear_output(output: Path) -> None:
 
 PROBLEMS = {
     errno.ENOSPC: "is full",
-    errno.EDQUOT: "has no more room for this user (quota)",
-    errno.EFBIG: "takes no file as large (ulimit -f)",
+    errno.EDQUOT: "has no space left for this user (quota)",
+    errno.EFBIG: "does not allow files of this size (ulimit -f)",
     errno.EROFS: "is mounted read-only",
     errno.EIO: "fails to read or write (input/output error)",
 }
@@ -643,15 +635,15 @@ def disk_of(path: Path) -> str:
     """The disk that a path is on, and what is free."""
     existing = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists()).resolve()
     usage = shutil.disk_usage(existing)
-    return f"the disk that holds {existing} ({usage.free / _GB:.1f} of {usage.total / _GB:.1f} GB free)"
+    return f"the disk of {existing} ({usage.free / _GB:.1f} of {usage.total / _GB:.1f} GB free)"
 
 
 def _what_is_kept(output: Path) -> str:
     whole, torn = newest_whole(output)
     if whole is None:
-        return "no checkpoint is whole yet: fix that and start again, or give another --output"
-    aside = f"{numbered(output)[-1][1].name} is torn, and will be set aside; " if torn else ""
-    return f"the last whole checkpoint is {whole}; {aside}fix that, then go on with --resume --output {output}"
+        return "no checkpoint is complete yet: fix that and start again, or use another --output"
+    aside = f"{numbered(output)[-1][1].name} is incomplete and will be set aside; " if torn else ""
+    return f"the last complete checkpoint is {whole}; {aside}fix that, then run with --resume --output {output}"
 
 
 def _number_of(error: BaseException, output: Path) -> int | None:

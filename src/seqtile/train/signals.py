@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop: which ones count, what a second one means, and the exit codes.
+"""Stop signals: which are handled, the effect of a second one, and exit codes.
 
 Slurm and Kubernetes send SIGTERM to every process of a job, often more than once, and what started the processes passes
 it on to them as well. So a SIGTERM soon after another is the same request; Ctrl-C after any of them stops at once.
@@ -103,10 +103,7 @@ def handle_signals(
 
 @contextmanager
 def blocked_signals() -> Iterator[None]:
-    """A process started inside the ``with`` receives none of the signals that ask to stop, whatever it handles.
-
-    What it starts in turn inherits that, and has to unblock those that it wants.
-    """
+    """Block stop signals in processes started inside the ``with``; their children have to unblock those they need."""
     numbers = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:

@@ -1,4 +1,4 @@
-"""Rows under Ulysses as a data loader that can begin in the middle of an epoch.
+"""Data loader under Ulysses that can start in the middle of an epoch.
 
 DeepSpeed's adapter takes one row of each process of a group and gives each of them a part of every row, one after the
 other. It is an iterator without a data set, and begins where its own loader begins: a run that goes on in the middle of

@@ -1,4 +1,4 @@
-"""Rows that are read while they are trained on: each is checked as it comes."""
+"""Stream rows while training, and check each one."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Stream:
         self._tokenised = 0
         first = next(self._read(), None)
         if first is None:
-            raise UserError(f"dataset {source.dataset!r} holds no rows; give one with at least one example to train on")
+            raise UserError(f"dataset {source.dataset!r} has no rows")
         self.row_format = RowFormat(find_key_columns([*first], source.dataset, text_field), tuple(first), **settings)
         self.summary = DataSummary(trains_prompts=self.row_format.trains_prompts)
 
@@ -70,7 +70,7 @@ class Stream:
         labels = row["labels"][-kept:] if keep_end else row["labels"][:kept]
         self.summary.trained += sum(label != IGNORED for label in labels[1:])
         if kept < length and self.summary.cut == 1:
-            logger.warning("a row of %s tokens is cut at max_length %s; the last line counts such rows",
+            logger.warning("a row of %s tokens is truncated to max_length %s; the last line counts such rows",
                            f"{length:,}", f"{kept:,}")  # fmt: skip
         return {}
 
@@ -91,21 +91,21 @@ class Stream:
                     first_problem or f"dataset {self._source.dataset!r}, {self._source.place(index)}: {error}"
                 )
                 if not self._skip:
-                    raise UserError(f"{first_problem}; fix it, or leave such rows out with --skip-bad-rows") from None
+                    raise UserError(f"{first_problem}; fix it, or skip such rows with --skip-bad-rows") from None
                 if is_new:
                     self.summary.left_out[str(error)] = self.summary.left_out.get(str(error), 0) + 1
                 continue
             has_good = True
             yield {name: result.get(name) for name in self.row_format.outputs}
         if not has_good:
-            raise UserError(f"{first_problem}; no row can be trained on: fix them")
+            raise UserError(f"{first_problem}; no row can be trained on")
 
     def _read(self) -> Iterator[dict[str, Any]]:
         try:
             yield from self._source.rows
         except Exception as error:  # the readers raise many unrelated types
-            raise UserError(f"dataset {self._source.dataset!r} cannot be read: {reason_of(error)}") from error
+            raise UserError(f"cannot read dataset {self._source.dataset!r}: {reason_of(error)}") from error
 
     def _check_vocabulary(self, ids: list[int] | None) -> None:
         if ids and self.vocabulary is not None and not 0 <= min(ids) <= max(ids) < self.vocabulary:
-            raise RowError(f"'input_ids' holds an id that the model does not know (0 to {self.vocabulary - 1})")
+            raise RowError(f"'input_ids' has an id outside the vocabulary (0 to {self.vocabulary - 1})")

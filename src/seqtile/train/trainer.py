@@ -1,4 +1,4 @@
-"""TRL's trainer, with checkpoints that are marked whole and steps that are checked before they count."""
+"""TRL's trainer, with marks of complete checkpoints and checks of each step."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class _SplitLoss(transformers.Trainer):
     https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/integrations/deepspeed.py
     It also gathers the ranks' losses by an operation whose backward, with gloo, fails where a group does not begin at
     rank 0: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/nn/functional.py (``_AllGather``).
-    TRL's trainer comes before this class and asks it for the loss of its fused head.
+    TRL's trainer comes before this class and calls it for the loss of its fused head.
     """
 
     @property
@@ -89,7 +89,7 @@ class Trainer(SFTTrainer, _SplitLoss):
     Attributes:
         run: what :func:`seqtile.train.resume.describe_run` says; goes into every mark.
         all_done: the checkpoint to continue from has every step; load it and train none.
-        step: says where the steps are, and does one again that was out of memory; None leaves that to nobody.
+        step: tracks the step, and repeats one that ran out of memory; None does neither.
         running_tokens: tokens of the micro-batch that was begun last, on this rank.
         data: what each data set is, ``"train"`` and ``"eval"``, in numbers.
 
@@ -161,8 +161,8 @@ class Trainer(SFTTrainer, _SplitLoss):
         )  # fmt: skip
         if not summary.trained:
             raise UserError(
-                f"no token of the {dataset_name} data counts in the loss ({summary}); give rows with more text, rows "
-                "whose labels are not all masked, or a larger --max-length"
+                f"no token of the {dataset_name} data is in the loss ({summary}); use rows with more text or "
+                "unmasked labels, or a larger --max-length"
             )
         return prepared
 
@@ -246,8 +246,8 @@ class Trainer(SFTTrainer, _SplitLoss):
             self.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
             if self.state.global_step == 0:
                 raise UserError(
-                    "no step was trained: no token of any row counts in the loss; give rows with more text, or a "
-                    "larger --max-length"
+                    "no step was trained: no token of any row is in the loss; use rows with more text, or a larger "
+                    "--max-length"
                 )
 
     def save_result(self, output: Path) -> None:
@@ -313,7 +313,7 @@ class Trainer(SFTTrainer, _SplitLoss):
             missing = [rank for rank in range(ranks) if not (folder / f"rng_state_{rank}.pth").is_file()]
             if missing:
                 raise RunError(
-                    f"{folder} holds no files of rank {', '.join(map(str, missing))}; every process must write to one "
+                    f"{folder} has no files of rank {', '.join(map(str, missing))}; all processes must write to one "
                     "shared directory, or under engine 'ddp' set 'trainer: {save_on_each_node: true}'"
                 )
         write_mark(folder, CheckpointMark(step=step, processes=ranks, run=self.run))
@@ -372,7 +372,7 @@ class Trainer(SFTTrainer, _SplitLoss):
     def _told(self, rows: torch.Tensor, name: str) -> list[str]:
         """Where a batch was, and how each of its sequences begins."""
         tokenizer: Any = self.processing_class
-        lines = [f"  {name}, {' x '.join(map(str, rows.shape))} tokens, begins:"]
+        lines = [f"  {name}, {' x '.join(map(str, rows.shape))} tokens, starting with:"]
         for row in rows[:SHOWN_SEQUENCES].tolist():
             lines.append(f"    {tokenizer.decode(row[:SHOWN_CHARACTERS])[:SHOWN_CHARACTERS]!r}...")
         return lines
@@ -387,13 +387,13 @@ class Trainer(SFTTrainer, _SplitLoss):
             lines += [f"stopped at step {step}: {by_rank[rank][0]}{on_rank}", *by_rank[rank][1:]]
         checkpoint, _ = newest_whole(output)
         if checkpoint is None:
-            lines += ["nothing was saved; look at these rows, or start again with a lower --learning-rate"]
+            lines += ["nothing was saved; check these rows, or start again with a lower --learning-rate"]
         else:
-            is_model = (checkpoint / "config.json").is_file()  # shards are none
+            is_model = (checkpoint / "config.json").is_file()  # not for shards
             start = f"from there with a lower --learning-rate (--model {checkpoint} --output ANOTHER)"
             lines += [
-                f"nothing of this step was saved; the last whole checkpoint is {checkpoint}",
-                "--resume repeats the same steps: it helps if the machine was at fault. If not: look at these rows, "
+                f"nothing of this step was saved; the last complete checkpoint is {checkpoint}",
+                "--resume repeats the same steps, which helps after a hardware fault. Otherwise check these rows, "
                 f"or start a new run {start if is_model else 'with a lower --learning-rate'}",
             ]
         return "\n".join(lines)
@@ -413,7 +413,7 @@ def _refused(what: str, key: str) -> Iterator[None]:
         raise
     except (ImportError, ValueError, TypeError, KeyError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UserError(f"the {what} cannot be made ({reason}); fix {key}") from error
+        raise UserError(f"cannot create the {what} ({reason}); fix {key}") from error
 
 
 def _is_finite(norm: Any) -> bool:

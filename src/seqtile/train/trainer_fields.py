@@ -55,28 +55,28 @@ def check_trainer_section(recipe: Recipe) -> None:
     best_metric(recipe)
     for pattern, package in OPTIMIZER_PACKAGES.items():
         if re.fullmatch(pattern, recipe.optimizer_arguments["optim"]) and find_spec(package) is None:
-            raise UserError(f"optimizer {recipe.optimizer!r} needs {package}; pip install {package}")
+            raise UserError(f"optimizer {recipe.optimizer!r} needs {package}; run: pip install {package}")
     schedule, kwargs = recipe.trainer.get("lr_scheduler_type"), recipe.trainer.get("lr_scheduler_kwargs") or {}
     needed = SCHEDULE_ARGUMENTS.get(str(schedule), ())
     if needed and not any(key in kwargs for key in needed):
         raise UserError(
-            f"lr_scheduler_type {schedule!r} needs {' or '.join(needed)}; write 'trainer: {{lr_scheduler_kwargs: "
-            f"{{{needed[0]}: VALUE}}}}' into a recipe, or take another schedule"
+            f"lr_scheduler_type {schedule!r} needs {' or '.join(needed)}; add 'trainer: {{lr_scheduler_kwargs: "
+            f"{{{needed[0]}: VALUE}}}}' to the recipe, or use another schedule"
         )
     if recipe.trainer.get("padding_free") and not recipe.packing:
         raise UserError(
-            "trainer.padding_free without packing leaves rows longer than max_length; give 'packing: true', which "
-            "joins rows without padding, or drop padding_free"
+            "trainer.padding_free without packing leaves rows longer than max_length; set 'packing: true', which "
+            "packs without padding, or drop padding_free"
         )
     for key in (key for key, value in recipe.trainer.items() if value is not None):
         if key in OF_EVALUATIONS and recipe.eval_dataset is None:
-            raise UserError(f"trainer.{key} is of evaluations, and there is nothing to evaluate on; give eval_dataset")
+            raise UserError(f"trainer.{key} needs eval_dataset")
         if key in OF_DDP and recipe.engine != "ddp":
-            raise UserError(f"trainer.{key} is of engine 'ddp', got engine {recipe.engine!r}; drop it")
+            raise UserError(f"trainer.{key} needs engine 'ddp', got engine {recipe.engine!r}; drop it")
         if key in OF_COMPUTE_METRICS:
-            raise UserError(f"trainer.{key} is for scripts of your own, and nothing in a recipe reads it; drop it")
+            raise UserError(f"trainer.{key} has no effect in a recipe; drop it")
         if key.startswith("hub_") and not recipe.trainer.get("push_to_hub"):
-            raise UserError(f"trainer.{key} says how results are pushed; give 'push_to_hub: true' too, or drop it")
+            raise UserError(f"trainer.{key} needs 'push_to_hub: true'")
 
 
 def best_metric(recipe: Recipe) -> tuple[str, bool]:
@@ -87,12 +87,10 @@ def best_metric(recipe: Recipe) -> tuple[str, bool]:
     """
     name = str(recipe.trainer.get("metric_for_best_model") or "loss").removeprefix("eval_")
     if name not in BEST_METRICS:
-        raise UserError(
-            f"got metric_for_best_model {name!r}, expected what an evaluation measures: {', '.join(BEST_METRICS)}"
-        )
+        raise UserError(f"got metric_for_best_model {name!r}, expected one of {', '.join(BEST_METRICS)}")
     direction, greater_is_better = BEST_METRICS[name], recipe.trainer.get("greater_is_better")
     if direction is None and greater_is_better is None:
-        raise UserError(f"metric_for_best_model {name!r} has no direction of its own; give greater_is_better too")
+        raise UserError(f"metric_for_best_model {name!r} needs greater_is_better")
     if greater_is_better is not None and direction is not None and greater_is_better is not direction:
         raise UserError(
             f"greater_is_better {str(greater_is_better).lower()} with metric_for_best_model {name!r} would keep the "
@@ -115,7 +113,7 @@ def trainer_values(recipe: Recipe) -> dict[str, Any]:
     for key in recipe.trainer:
         if key not in SFTConfig.__dataclass_fields__:
             close = difflib.get_close_matches(key, SFTConfig.__dataclass_fields__, n=1, cutoff=0.6)
-            hint = f"did you mean {close[0]!r}?" if close else "it passes on the arguments of TRL's SFTConfig"
+            hint = f"did you mean {close[0]!r}?" if close else "expected an argument of TRL's SFTConfig"
             raise UserError(f"unknown recipe key 'trainer.{key}'; {hint}")
     return typed_values(recipe.trainer, hints)
 

@@ -27,10 +27,10 @@ def check_recipe(values: dict[str, Any]) -> Recipe:
         UserError: a value is out of range, or PEFT is missing for adapters.
     """
     if values.get("max_length", 2) < 2:
-        raise UserError(f"got --tokens {values['max_length']}, expected at least 2: the first predicts the second")
+        raise UserError(f"got --tokens {values['max_length']}, expected at least 2")
     recipe, _ = build_recipe({}, {"dataset": DEMO, "tile": DEFAULT_TILE, **values})
     if recipe.lora is not None and find_spec("peft") is None:
-        raise UserError("--lora needs peft; install it with: pip install peft")
+        raise UserError("--lora needs peft; run: pip install peft")
     return recipe
 
 
@@ -51,7 +51,7 @@ def check(recipe: Recipe, worker: str) -> VerifyResult:
 
         return launch_check(recipe, worker)
     if (recipe.nproc or 1) > 1:
-        raise UserError(f"got --nproc {recipe.nproc} without --engine; give --engine ddp, fsdp2, zero2 or zero3")
+        raise UserError(f"got --nproc {recipe.nproc} without --engine; use --engine ddp, fsdp2, zero2 or zero3")
     model = build_model(recipe)
     result = verify(model, build_batch(recipe, model), tile=recipe.options.tile, seed=recipe.seed)
     refuse_whole(result)
@@ -67,7 +67,7 @@ def check_rank(recipe: Recipe) -> VerifyResult:
     from seqtile.verification.across_ranks import verify_under
 
     if world_size() != recipe.nproc:
-        raise UserError(f"{recipe.nproc} processes were asked for and {world_size()} started")
+        raise UserError(f"expected {recipe.nproc} processes, but {world_size()} started")
     if torch.accelerator.is_available():
         torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
     model = build_model(recipe)
@@ -90,9 +90,7 @@ def check_rank(recipe: Recipe) -> VerifyResult:
 def refuse_whole(result: VerifyResult) -> None:
     """Raise where no block was cut."""
     if not result.cut:
-        raise UserError(
-            f"there is nothing to verify: the blocks were {result.ran}; give more --tokens or a smaller --tile"
-        )
+        raise UserError(f"nothing to verify: the blocks were {result.ran}; use more --tokens or a smaller --tile")
 
 
 def build_model(recipe: Recipe) -> nn.Module:
@@ -116,7 +114,7 @@ def build_model(recipe: Recipe) -> nn.Module:
             model = get_peft_model(model, adapters)
         except (ValueError, RuntimeError) as error:
             reason = str(error).strip().splitlines()[0]
-            raise UserError(f"PEFT refuses these adapters on this model: {reason}") from None
+            raise UserError(f"PEFT rejects these adapters for this model: {reason}") from None
     if recipe.recomputes and getattr(model, "supports_gradient_checkpointing", True):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # the name is changing; both are understood

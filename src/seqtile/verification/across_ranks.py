@@ -80,7 +80,9 @@ class Zero(Engine):
 
         trained = [p for p in self.model.parameters() if p.requires_grad]
         if torch.float16 in {p.dtype for p in self.model.parameters()}:
-            raise UserError("DeepSpeed scales the loss of a float16 model as it likes; use float32 or bfloat16")
+            raise UserError(
+                "verify does not support float16 under DeepSpeed, which scales the loss itself; use float32 or bfloat16"
+            )
         size = sum(p.numel() for p in trained)
         config = {
             "train_micro_batch_size_per_gpu": 1,
@@ -150,10 +152,10 @@ def verify_under(
     """
     world = dist.get_world_size() if dist.is_initialized() else 1
     if world < MIN_RANKS:
-        raise UserError(f"engine {engine!r} was started as {world} process, expected at least 2")
+        raise UserError(f"engine {engine!r} was started with {world} process, expected at least 2")
     refuse_what_cannot_be_compared(model)
     seed += dist.get_rank()
-    notes: list[str] = [f"under {engine} on {world} processes; costs are those of one"]
+    notes: list[str] = [f"under {engine} on {world} processes; costs are per process"]
     with kept(model, seed):
         model.train()
         with non_reentrant(model) as was_reentrant:

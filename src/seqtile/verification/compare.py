@@ -22,7 +22,7 @@ from seqtile.verification.plain_autograd import without_recompute
 from seqtile.verification.result import Difference, VerifyResult
 from seqtile.verification.state import kept, refuse_what_cannot_be_compared, without_tiling
 
-NON_REENTRANT = "the untiled run had non-reentrant checkpoints, the tiled one the reentrant ones of the model"
+NON_REENTRANT = "the untiled run used non-reentrant checkpoints, the tiled one the model's reentrant ones"
 
 
 def verify(
@@ -37,11 +37,10 @@ def verify(
 ) -> VerifyResult:
     """Run ``model`` on ``batch`` untiled and tiled, forward and backward, and compare every gradient.
 
-    Everything is left as it was found: gradients, buffers, random state, training mode, and the tiling that stands.
-    The runs are in training mode, so that activation checkpointing is on if the model has it (for the untiled run
-    non-reentrant, whatever the model has), and with every dropout off, since tiles draw masks of their own. Where there
-    is dropout, two more runs have it on: the tiled one, and the same tiles under plain autograd, which draws the same
-    masks and recomputes nothing. Nothing steps an optimiser.
+    Gradients, buffers, random state, training mode and an existing tiling are restored. The runs are in training mode,
+    with the model's activation checkpointing (non-reentrant in the untiled run), and with dropout off, since each tile
+    draws its own mask. For a model with dropout, two more runs have it on: the tiled one, and the same tiles under
+    plain autograd, which draws the same masks and recomputes nothing. No optimizer step is taken.
 
     Args:
         model: in one process, not yet wrapped by an engine; tiled already or not.
@@ -49,35 +48,35 @@ def verify(
             ``input_ids``.
         tile: as in :func:`seqtile.apply`; None verifies the tiling that is installed on the model, or else ``"auto"``.
         loss_fn: function of (model, batch) that returns a scalar; by default the ``loss`` of the model's output.
-        reference: ``"fp32"`` judges by a third, untiled run of a copy of the model in fp32 (in fp64 if the model is
-            in fp32); None saves that memory and time and judges by PyTorch's default tolerance of the dtype.
+        reference: ``"fp32"``: the tolerance comes from a third, untiled run of a copy of the model in fp32 (in fp64 if
+            the model is in fp32); None saves its memory and time and uses PyTorch's default tolerance of the dtype.
         only: as in :func:`seqtile.apply`.
         seed: of the random state that every run starts from.
 
     Returns:
-        VerifyResult: a wrong gradient is a result with ``ok=False``, not an exception, and so is a batch
-        that no block was cut for.
+        VerifyResult: ``ok=False`` for a wrong gradient, and for a batch that fits in one tile of every block; neither
+        raises.
 
     Cost:
-        Two or three forwards and backwards, with dropout two more, of which the last keeps every intermediate of the
-        blocks; as many sets of gradients in host memory; the copy for the truth.
+        Two or three forwards and backwards, with dropout two more, of which the last saves every intermediate of the
+        blocks; as many sets of gradients in host memory; the fp32 copy.
 
     Raises:
-        UserError: there is nothing to compare, or comparing would change the model.
+        UserError: there is nothing to compare, or the comparison would change the model.
     """
     if reference not in ("fp32", None):
-        raise UserError(f"reference={reference!r} is not a reference; use 'fp32' or None")
+        raise UserError(f"got reference={reference!r}, expected 'fp32' or None")
     expect_module(model, "verify")
     if isinstance(batch, str) or not isinstance(batch, Mapping | Sequence | Tensor):
         raise UserError(
-            f"verify got a batch of type {type(batch).__name__}, expected what the model is called with: a mapping "
-            "such as {'input_ids': ids}, a sequence of arguments, or a tensor"
+            f"got a batch of type {type(batch).__name__}, expected a mapping such as {{'input_ids': ids}}, a sequence "
+            "of arguments, or a tensor"
         )
     refuse_what_cannot_be_compared(model)
     notes: list[str] = []
     with kept(model, seed), without_tiling(model) as standing:
         if standing and only is not None and tile is None:
-            raise UserError("only= was given for a model that is tiled already; give tile= too, or leave only= out")
+            raise UserError("only= needs tile= for a model that is already tiled; add tile=, or drop only=")
         model.train()
         candidates = find_blocks(model, everything=True)[0]
         with non_reentrant(model) as was_reentrant:  # those can lose gradients themselves: no reference
@@ -137,7 +136,7 @@ def judged(
     ]
     errors = [each.untiled_error for each in differences if each.untiled_error is not None]
     if errors and median(errors) > 0.1:
-        notes.append(f"the untiled run is itself {median(errors):.0%} off the truth, so much is allowed the tiled one")
+        notes.append(f"the untiled run itself is off by {median(errors):.0%}, so the tiled one may be too")
     dropped = _with_dropout(dropping, differences, dtypes, notes)
     worst = max((*differences, *(each for each in dropped if severity(each) > 1)), key=severity)
     return VerifyResult(
@@ -172,7 +171,7 @@ def truth_of(
     except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
         # Quantised weights do not cast, attention kernels may not take the dtype, a copy may not fit into memory.
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        notes.append(f"no truth in {name} ({reason}): judged by PyTorch's default tolerance")
+        notes.append(f"no reference in {name} ({reason}); judged by PyTorch's default tolerances")
         return None, None
 
 
@@ -193,9 +192,11 @@ def _with_dropout(
     apart = difference("loss", plain.gradients["loss"], tiled.gradients["loss"], None, lowest)
     if apart.score > 1:
         # An operator of another make may draw in another order, which is no fault.
-        notes.append(f"{places} was off: with it on, plain tiles draw other masks, so there is nothing to compare with")
+        notes.append(f"{places} was off: with it, plain tiles draw other masks, which cannot be compared")
         return []
-    notes.append(f"{places} was off in these runs; with it on, the tiles were compared with plain ones, mask for mask")
+    notes.append(
+        f"{places} was off in this comparison; with it on, tiles were compared with plain tiles, mask for mask"
+    )
     untiled_errors = {each.name: each.untiled_error or 0.0 for each in without}
     return [
         difference(
@@ -210,10 +211,10 @@ def _notes(untiled: Measured, tiled: Measured, sizes: BlockSizes) -> list[str]:
     notes = []
     if untiled.drew_random_numbers:
         notes.append(
-            "the model draws random numbers even with dropout off: tiles may draw others, and there is no truth"
+            "the model draws random numbers even with dropout off, so tiles may draw others and there is no reference"
         )
     if tiled.ran.blocks and not tiled.ran.cut:
-        notes.append(f"nothing was tested: the blocks were {tiled.ran}; give fewer tokens per tile, or a longer batch")
+        notes.append(f"nothing was compared: blocks were {tiled.ran}; use fewer tokens per tile, or a longer batch")
     if clash := sizes.clash(untiled.tokens):
-        notes.append(f"units per block are not given: {clash}")
+        notes.append(f"no units per block: {clash}")
     return notes

@@ -1,4 +1,4 @@
-"""Which weights inside tiled blocks train and got no gradient."""
+"""Find trainable weights inside tiled blocks without a gradient."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ MOST_NAMED = 5
 def check_gradients(model: nn.Module) -> list[str]:
     """Warn of parameters inside tiled blocks that require a gradient and have none.
 
-    Call it once in a loop of your own, after the first backward and before the optimiser's step, as ``seqtile train``
-    does. It reads ``.grad`` and touches nothing. An expert that no token reached has no gradient, as untiled; nor has
-    an adapter that trains but is not active.
+    Call it once in your training loop, after the first backward and before the optimizer step, as ``seqtile train``
+    does. It only reads ``.grad``. An expert that no token reached has no gradient, as untiled; nor has an adapter that
+    is trainable but not active.
 
     Args:
         model: tiled by :func:`seqtile.apply`, wrapped by DDP or FSDP or not.
@@ -45,17 +45,14 @@ def check_gradients(model: nn.Module) -> list[str]:
     weights = {name: weight for name, weight in model.named_parameters() if id(weight) in inside}
     # ZeRO-1 and ZeRO-2 leave the first mark on a parameter, ZeRO-3 the second.
     if any(is_in_zero12(weight) or hasattr(weight, "ds_id") for weight in weights.values()):
-        raise UserError(
-            "DeepSpeed holds the gradients, and a missing one reads as zeros there; "
-            "seqtile verify --engine compares them"
-        )
+        raise UserError("DeepSpeed owns the gradients, and reads missing ones as zeros; use seqtile verify --engine")
     # FSDP1 with use_orig_params leaves an empty parameter, without a gradient, on ranks that hold no part of it.
     without = [n for n, weight in weights.items() if weight.requires_grad and weight.grad is None and weight.numel()]
     if without:
         others = f" and {len(without) - MOST_NAMED} more" if len(without) > MOST_NAMED else ""
         logger.warning(
-            "%d of the parameters inside tiled blocks train and have no gradient: %s%s; right for experts that "
-            "no token reached, otherwise they do not train: see whether their adapter is active",
+            "%d trainable parameters inside tiled blocks have no gradient: %s%s; expected for experts that "
+                "received no token, otherwise they do not train (is their adapter active?)",
             len(without), ", ".join(without[:MOST_NAMED]), others,
         )  # fmt: skip
     return without

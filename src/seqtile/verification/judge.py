@@ -1,4 +1,4 @@
-"""How far gradients may be apart."""
+"""Tolerances of gradients."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def difference(
         name: how the result calls it.
         untiled: gradient of the untiled run, None if it got none.
         tiled: the tiled run's.
-        truth: the same in higher precision, None if there is none.
-        dtype: of the parameter, which says what is allowed without a truth.
+        truth: the same in higher precision, or None.
+        dtype: of the parameter, which gives the tolerance without a reference.
         more: relative difference that is allowed beyond that, without a truth.
         dropout: whether it was on.
     """
@@ -49,7 +49,7 @@ def difference(
         return Difference(name, 0.0, 0.0, None, None, 0.0, dropout=dropout)
     if untiled is None or tiled is None:
         has, lacks = ("untiled", "tiled") if tiled is None else ("tiled", "untiled")
-        return _broken(name, f"has a gradient in the {has} run and none in the {lacks} run", dropout)
+        return _broken(name, f"has a gradient in the {has} run but not in the {lacks} run", dropout)
     a, b = untiled.double(), tiled.double()
     bad = [run for run, gradient in (("untiled", a), ("tiled", b)) if not gradient.isfinite().all()]
     if bad:

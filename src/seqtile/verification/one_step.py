@@ -101,7 +101,7 @@ class Measured:
 
 
 class BlockSizes:
-    """The sizes of the weights inside and outside of the blocks, by which their products are told apart.
+    """The sizes of the weights inside and outside of the blocks, which identify their products.
 
     Blocks are those that were tiled and those left untiled that have the same sizes.
     """
@@ -125,7 +125,7 @@ class BlockSizes:
         """Why the products of the blocks cannot be told from others, or ""."""
         for rows, columns in sorted(self.others):
             if self.match(Product("mm", tokens, rows, columns, 1)):
-                return f"a {rows:,} x {columns:,} weight elsewhere, over {tokens:,} tokens, multiplies the same sizes"
+                return f"a {rows:,} x {columns:,} weight elsewhere has the same product shapes over {tokens:,} tokens"
         return ""
 
 
@@ -167,8 +167,8 @@ def _scalar(loss: Any, giver: str) -> Tensor:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
         raise UserError(
-            f"{giver} gave {got}, expected one loss; put labels into the batch, or pass loss_fn=, "
-            "a function of (model, batch) that returns a scalar"
+            f"{giver} returned {got}, expected one loss; add labels to the batch, or pass loss_fn=, a function of "
+            "(model, batch) that returns a scalar"
         )
     return loss
 

@@ -1,4 +1,4 @@
-"""What a verification found."""
+"""The result of a verification."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Difference:
     dropout: bool = False
 
     def what(self) -> str:
-        """The difference in words."""
-        what = self.problem or f"relative difference {self.l2:.1e}, {self.score:.1f} times what is allowed"
+        """Describe the difference."""
+        what = self.problem or f"relative difference {self.l2:.1e}, {self.score:.1f} times the tolerance"
         return f"{what} with dropout on" if self.dropout else what
 
 
@@ -76,20 +76,20 @@ class Run:
 
 @dataclass(frozen=True, repr=False)
 class VerifyResult(PrintsAsSentence):
-    """What :func:`seqtile.verify` found; ``str(result)`` is one line.
+    """Result of :func:`seqtile.verify`; ``str(result)`` is one line.
 
     Attributes:
-        ok: every gradient and the loss are within what is allowed, and the blocks were cut.
-        worst: the parameter (or the loss) that is nearest to, or furthest beyond, what is allowed.
+        ok: every gradient and the loss are within the tolerance, and blocks ran in several tiles.
+        worst: the parameter (or the loss) with the largest difference in units of the tolerance.
         untiled: the untiled run.
         tiled: the tiled run.
         groups: differences by kind of parameter.
-        parameters: differences of every parameter that trains, and of the loss.
+        parameters: differences of every trainable parameter, and of the loss.
         with_dropout: the same with dropout on, against plain tiles; empty where there is no dropout.
         blocks: how many blocks were tiled.
-        ran: into how many tiles the batch cut them; into one, nothing was tested.
-        reference: dtype of the truth, or None.
-        notes: what the numbers do not show.
+        ran: how many tiles each block ran in; with one, nothing was compared.
+        reference: dtype of the reference run, or None.
+        notes: limits of the comparison.
     """
 
     ok: bool

@@ -1,4 +1,4 @@
-"""Deferred logits of hidden states and a weight, and scores of whatever kind of logits a stack hands over."""
+"""Deferred logits of hidden states and a weight, and scores of deferred or materialised logits."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def scores_of(
     expect_tensors(logits=logits, targets=targets)
     if targets.shape != logits.shape[:-1]:
         raise ValueError(
-            f"targets have shape {tuple(targets.shape)}, expected one per token, {tuple(logits.shape[:-1])}"
+            f"got targets of shape {tuple(targets.shape)}, expected one per token, {tuple(logits.shape[:-1])}"
         )
     KeptTokens.of(targets.reshape(-1).to(logits.device), IGNORED, logits.shape[-1])  # refuses targets outside
     kept = targets != IGNORED

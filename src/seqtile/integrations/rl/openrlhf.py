@@ -1,4 +1,4 @@
-"""OpenRLHF: what its actor computes log-probabilities and entropies with.
+"""OpenRLHF: log-probabilities and entropies of its actor.
 
 Put them in the place of those of ``openrlhf.models.utils``, as ``openrlhf.models.actor`` imports them, and run the
 actor's forward inside ``seqtile.deferred_logits(actor.model)``.

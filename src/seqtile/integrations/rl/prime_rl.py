@@ -32,7 +32,7 @@ class FusedOutputLinear(nn.Linear):
             ValueError: labels or temperatures are missing, or do not fit.
         """
         if labels is None or temperature is None:
-            raise ValueError("expected labels and temperatures, one per token, got None")
+            raise ValueError("got None for labels or temperatures, expected one per token")
         scores = token_logprobs(
             hidden_states, self.weight, labels, temperature=temperature, entropy=True, tile=self.chunk_size
         )

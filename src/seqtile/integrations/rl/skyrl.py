@@ -1,4 +1,4 @@
-"""SkyRL: what its model wrapper computes log-probabilities and entropies with.
+"""SkyRL: log-probabilities and entropies of its model wrapper.
 
 Put them in the place of those of ``skyrl.backends.skyrl_train.utils.torch_utils``, as ``workers.model_wrapper`` imports
 them, and run the wrapper's forward inside ``seqtile.deferred_logits(model)``.

@@ -1,4 +1,4 @@
-"""slime: what its Megatron backend computes log-probabilities with.
+"""slime: log-probabilities of its Megatron backend.
 
 Put it in the place of ``slime.utils.ppo_utils.calculate_log_probs_and_entropy``, as
 ``slime.backends.megatron_utils.loss`` imports it, and have the model's output layer return
@@ -24,15 +24,15 @@ def calculate_log_probs_and_entropy(
     ``tp_group`` and ``chunk_size`` are settings of the deferred logits' own and not looked at.
 
     Raises:
-        ValueError: real logits, of which nothing can be saved any more; or the mask of a replayed nucleus.
+        ValueError: materialised logits, or a ``log_prob_keep_mask``.
     """
     if not isinstance(logits, DeferredLogits):
         raise ValueError(
-            f"got real logits of shape {tuple(logits.shape)}, expected deferred ones; return "
+            f"got materialized logits of shape {tuple(logits.shape)}, expected deferred ones; return "
             "seqtile.integrations.rl.logits.logits_of(...) from the output layer"
         )
     if log_prob_keep_mask is not None:
-        raise ValueError("log_prob_keep_mask has one entry per token and vocabulary entry; use rollout_top_p=1.0")
+        raise ValueError("log_prob_keep_mask is not supported; use rollout_top_p=1.0")
     scores = scores_of(logits, tokens, entropy=with_entropy)
     entropy = scores.entropy
     if entropy is not None and not with_entropy_grad:

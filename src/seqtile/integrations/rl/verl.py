@@ -26,7 +26,7 @@ def linear_cross_entropy(
         ValueError: ``reduction`` is another than ``"none"``, or what :func:`seqtile.token_logprobs` refuses.
     """
     if reduction.lower() != "none":
-        raise ValueError(f"reduction={reduction!r}: expected 'none', one log-probability per token")
+        raise ValueError(f"got reduction={reduction!r}, expected 'none'")
     scores = token_logprobs(
         hidden.reshape(-1, hidden.shape[-1]), weight, labels.reshape(-1), temperature=temperature, entropy=True,
         vocabulary_group=dist_process_group,

@@ -1,4 +1,4 @@
-"""Which kernel computes attention: its name, whether the device has a faster one, and one that must not run."""
+"""Identify the kernel that computes attention, recommend a faster one, and warn of a wrong one."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def slower_than_possible(operators: Collection[str], capability: tuple[int, int]
     if names and min(ranks, default=best) >= best:
         return ""
     ran = ", ".join(names) or "plain products"
-    return f"attention ran on {ran}, and this device has a faster one: {way_out}"
+    return f"attention ran on {ran}, but this device has a faster one: {way_out}"
 
 
 def attention_sentences(operators: Collection[str]) -> list[str]:
@@ -126,9 +126,9 @@ def refuse_wrong(func: Any, args: tuple[Any, ...]) -> None:
 
 
 _REFUSED = (
-    "PyTorch's memory-efficient attention computes wrong numbers with a mask beyond 65,536 tokens, got %d "
-    "(https://github.com/pytorch/pytorch/issues/162588); use attn_implementation='flash_attention_2', which packs "
-    "documents without a mask, or rows without padding"
+    "PyTorch's memory-efficient attention is wrong with a mask beyond 65,536 tokens, got %d "
+    "(https://github.com/pytorch/pytorch/issues/162588); use attn_implementation='flash_attention_2', or batches "
+    "without padding"
 )
 
 
@@ -154,9 +154,9 @@ def rotary_sentences(model: nn.Module) -> list[str]:
 
 
 _ROTARY = (
-    "rotary embeddings run as PyTorch's own operators; Liger has one kernel for them, for many models: "
-    "use_liger_kernel=True with liger_kernel_config={'rope': True, 'rms_norm': False, 'swiglu': False, "
-    "'cross_entropy': False, 'fused_linear_cross_entropy': False}"
+    "rotary embeddings run as PyTorch operators; Liger has a kernel for many models: use_liger_kernel=True with "
+    "liger_kernel_config={'rope': True, 'rms_norm': False, 'swiglu': False, 'cross_entropy': False, "
+    "'fused_linear_cross_entropy': False}"
 )
 
 

@@ -1,4 +1,4 @@
-"""What a model does between the projections of an attention, once per group of key-value heads, and its gradients.
+"""The computation between attention's projections, once per group of key-value heads, and its gradients.
 
 What the kernels returned is recorded (:mod:`seqtile.ops.attention.kernel_calls`): a backward runs no kernel forward
 again.
@@ -177,8 +177,8 @@ class Groups:
 
 
 REFUSED = (
-    "head-wise attention has first derivatives only, got create_graph=True; undo seqtile for this backward, or run it "
-    "without create_graph"
+    "head-wise attention does not support double backward, got create_graph=True; call seqtile.undo for this "
+    "backward, or drop create_graph"
 )
 """How a second derivative is refused here."""
 

@@ -1,4 +1,4 @@
-"""What attention kernels return: recorded in a forward, given back in a backward so that no kernel runs again.
+"""Record attention kernels' outputs in forward and replay them in the recompute.
 
 A kernel's result is its output and what its backward needs besides, the log-sum-exp. Both are seen below autograd, as
 the results of one operator, whichever library it comes from; attention of plain products has none and is computed
@@ -156,8 +156,8 @@ class _Replaying(LettingCompile):
         if operator is not func:  # another kernel's log-sum-exp has another form, and gives wrong gradients silently
             ran = "plain products" if operator is None else backend_of(name_of(operator))
             raise RuntimeError(
-                f"attention ran on {ran} in the forward, and the backward asks for {backend_of(name_of(func))}; run "
-                "both with the same settings of torch.backends"
+                f"attention ran on {ran} in forward, but backward would run on {backend_of(name_of(func))}; use the "
+                "same torch.backends settings for both"
             )
         return result
 
@@ -204,7 +204,7 @@ class Kept:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Inside, attention kernels' results are nobody else's to keep."""
+        """Inside, only this module saves attention kernels' results."""
         self.computing = True
         try:
             yield

@@ -1,4 +1,4 @@
-"""Cross-entropy of a linear head over tiles of the tokens that count.
+"""Cross-entropy of a linear head over tiles of the tokens that are not ignored.
 
 The nodes are in :mod:`seqtile.ops.lm_loss.head_nodes`, other libraries' operators for the same in
 :mod:`seqtile.ops.lm_loss.loss_kernels`.
@@ -69,42 +69,42 @@ def linear_cross_entropy(
     their own positions: shift them before.
 
     Args:
-        hidden: ``[..., D]``, ``N`` tokens of which ``n`` count.
+        hidden: ``[..., D]``, ``N`` tokens, ``n`` of them not ignored.
         weight: ``[V, D]``.
         labels: ``[...]``, the target of each token.
         bias: ``[V]``.
-        scaling: what the model does to the product (scale, soft-cap, temperature).
-        ignore_index: label of tokens that count nothing; nothing is computed for them.
+        scaling: scale, soft-cap and temperature of the logits.
+        ignore_index: label of ignored tokens; nothing is computed for them.
         label_smoothing: as in :func:`torch.nn.functional.cross_entropy`.
         z_loss: weight of ``logsumexp(logits)**2`` in each token's loss.
         class_weights: ``[V]``, a constant factor for each target, as ``weight=`` of
             :func:`torch.nn.functional.cross_entropy`; it does not weight the z-loss.
         token_weights: ``[...]``, a constant factor for each token's loss.
-        reduction: ``"mean"`` over the tokens that count (weighted: over the weights of tokens and of their targets),
-            ``"sum"`` or ``"none"``.
-        num_items: divides the sum instead of this batch's own count: the tokens of a whole optimiser step, over all
+        reduction: ``"mean"`` over the tokens that are not ignored (weighted: over the weights of tokens and of their
+            targets), ``"sum"`` or ``"none"``.
+        num_items: divides the sum instead of this batch's count: the tokens of a whole optimizer step, over all
             micro-batches and ranks. With ``"mean"`` only. A tensor of one element is not read on the host.
-        return_z_loss: return the part of the loss that is z-loss too, reduced as the loss is, without a gradient.
-        tile: tokens per tile, or a rule of :func:`seqtile.apply`; tiles are of equal work, in tokens that count.
-        impl: ``"torch"``: what is described here; ``"native"``: PyTorch's own chunked operator, fp32 and float64, where
-            the installed PyTorch has one; ``"liger"`` or ``"cce"``: that kernel; an error with the reason where one
-            cannot compute the same; ``"auto"``: the fastest kernel that is installed and can, else ``"torch"``. Another
-            operator has a memory and a tile size of its own.
+        return_z_loss: also return the z-loss, reduced as the loss is, without a gradient.
+        tile: tokens per tile, or a rule of :func:`seqtile.apply`; tiles have equally many tokens that
+            are not ignored.
+        impl: ``"torch"``: seqtile's operator, described here; ``"native"``: PyTorch's chunked operator, fp32 and
+            float64, from 2.13 on; ``"liger"`` or ``"cce"``: that kernel, which raises with the reason where it does not
+            support the arguments; ``"auto"``: the fastest installed kernel that supports them, else ``"torch"``. Memory
+            and tile size of other operators are their own.
 
     Returns:
         A scalar in fp32 (float64 for float64 states), or ``[...]`` for ``"none"``; with ``return_z_loss`` a pair.
 
     Cost:
         Matrix products in units of ``2 * n * D * V``: 3 for a scalar (2 if either the head or the states need no
-        gradient), 4 for ``"none"``; without a gradient 1. Beside them an accelerator passes over the logits three
-        times: two reads and a write. Memory: one tile of logits in the compute dtype (on a CPU a few fp32 blocks of its
-        rows too); the gradients of states and head (fp32 sums for low precision), from the forward on. One
-        synchronisation with the host, for ``n``.
+        gradient), 4 for ``"none"``; without a gradient 1. On an accelerator also three passes over the logits: two
+        reads and a write. Memory: one tile of logits in the compute dtype (on a CPU also a few of its rows in fp32);
+        the gradients of states and head (fp32 sums for low precision), from the forward on. One synchronisation with
+        the host, for ``n``.
 
     Raises:
-        ValueError: what is no tensor, no number or of no floating-point dtype where one is expected, shapes that do not
-            fit, labels outside the vocabulary, an unknown reduction, weights that need a gradient (use ``"none"``), or
-            another operator that cannot compute this.
+        ValueError: a wrong type, dtype or shape, labels outside the vocabulary, an unknown reduction, weights that
+            require a gradient (use ``"none"``), or an ``impl`` that does not support the arguments.
         NotImplementedError: ``create_graph=True``.
     """
     aim = Objective(scaling or LogitScaling(), ignore_index, label_smoothing, z_loss, class_weights)
@@ -140,7 +140,7 @@ def linear_cross_entropy(
 
 
 def check_num_items(num_items: Tensor | int | float | None, reduction: str) -> None:
-    """Refuse a divisor that is none, or that another reduction would ignore.
+    """Refuse an invalid divisor, or one that another reduction would ignore.
 
     Raises:
         ValueError: with what it is.
@@ -148,7 +148,7 @@ def check_num_items(num_items: Tensor | int | float | None, reduction: str) -> N
     if num_items is None:
         return
     if reduction != "mean":
-        raise ValueError(f"num_items goes with reduction='mean', got reduction={reduction!r}")
+        raise ValueError(f"num_items needs reduction='mean', got reduction={reduction!r}")
     if not isinstance(num_items, Tensor):
         expect_number("num_items", num_items, 0, sys.float_info.max, "a number of tokens, or a tensor of one element")
     elif num_items.numel() != 1:

@@ -1,4 +1,4 @@
-"""Divergence between a student's and a teacher's next-token distributions, over tiles of the tokens that count.
+"""Divergence between a student's and a teacher's next-token distributions, over tiles of tokens.
 
 The nodes are those of :mod:`seqtile.ops.lm_loss.head_nodes` with two heads in the place of one: a scalar leaves its
 gradients behind in the forward, a number per token computes both products again in the backward. The plain twin is
@@ -39,7 +39,7 @@ from seqtile.tiling import TileRule, parse_tile
 
 @dataclass(frozen=True, eq=False)
 class TeacherTopK:
-    """What a teacher elsewhere says of its most likely tokens.
+    """Log-probabilities of a remote teacher's most likely tokens.
 
     Attributes:
         log_probs: ``[..., k]``, under the temperature of the divergence; at most 0, their probabilities summing to 1 at
@@ -73,17 +73,17 @@ def linear_divergence(
     multiplied by ``temperature**2``. The gradient goes to the student alone.
 
     Args:
-        hidden: ``[..., D]``, the student's ``N`` tokens of which ``n`` count.
+        hidden: ``[..., D]``, the student's ``N`` tokens, ``n`` of them not ignored.
         weight: ``[V, D]``.
-        labels: ``[...]``, which say by ``ignore_index`` what does not count; shifted as the hidden states are.
+        labels: ``[...]``, ``ignore_index`` where a token is ignored; shifted as the hidden states are.
         teacher: its hidden states and head, of any width and the same vocabulary; or its most likely tokens, then the
             divergence is that of ``k + 1`` classes, the last one being every other token.
         beta: from 0 to 1, as above.
         bias: ``[V]``.
-        scaling: what the student does to its product.
+        scaling: scale, soft-cap and temperature of the student's logits.
         temperature: divides the logits of both.
-        ignore_index: label of tokens that count nothing; nothing is computed for them.
-        reduction: ``"mean"`` over the tokens that count, ``"sum"`` or ``"none"``.
+        ignore_index: label of ignored tokens; nothing is computed for them.
+        reduction: ``"mean"`` over the tokens that are not ignored, ``"sum"`` or ``"none"``.
         num_items: divides the sum instead of this batch's own count. With ``"mean"`` only.
         tile: tokens per tile, or a rule of :func:`seqtile.apply`.
 
@@ -97,9 +97,9 @@ def linear_divergence(
         synchronisation with the host, for ``n``.
 
     Raises:
-        ValueError: what is no tensor or of no floating-point dtype where one is expected, shapes that do not fit,
-            another vocabulary, labels or a teacher's tokens outside it, the same token twice, log-probabilities that
-            are none, ``beta`` outside 0 to 1, a temperature that is not above 0, or an unknown reduction.
+        ValueError: a wrong type, dtype or shape, another vocabulary, labels or a teacher's tokens outside it, the same
+            token twice, invalid log-probabilities, ``beta`` outside 0 to 1, a temperature that is not above 0, or an
+            unknown reduction.
         NotImplementedError: ``create_graph=True``.
     """
     expect_number("beta", beta, 0.0, 1.0, "a number from 0.0 (KL(teacher || student)) to 1.0 (the reverse)")
@@ -130,7 +130,7 @@ def linear_divergence(
     if teacher.weight.shape[0] != weight.shape[0]:
         raise ValueError(
             f"the teacher's head has {teacher.weight.shape[0]} rows, expected the student's vocabulary, "
-            f"{weight.shape[0]}; distillation across vocabularies is not computed here"
+            f"{weight.shape[0]}; distillation across vocabularies is not supported"
         )
     call = HeadCall(hidden, weight, bias, labels, Objective(scaling, ignore_index), rule)
     aim = Objective(teacher.scaling, ignore_index)
@@ -171,8 +171,8 @@ def _check_top_k(teacher: TeacherTopK, hidden: Tensor, weight: Tensor, labels: T
     conditions = check_candidates(tokens, hidden, labels, weight.shape[0])
     if log_probs.shape != tokens.shape or not log_probs.is_floating_point():
         raise ValueError(
-            f"the teacher's log_probs are {log_probs.dtype} of shape {tuple(log_probs.shape)}, expected floating-point "
-            f"numbers of that of its tokens, {tuple(tokens.shape)}"
+            f"the teacher's log_probs are {log_probs.dtype} of shape {tuple(log_probs.shape)}, expected floating "
+            f"point of the shape of its tokens, {tuple(tokens.shape)}"
         )
     values = log_probs.detach().reshape(-1, log_probs.shape[-1]).to(hidden.device)
     ordered = conditions[0].values.sort(-1).values

@@ -1,4 +1,4 @@
-"""The head's product and loss as autograd nodes, over tiles of the tokens that count: no ``[tokens, V]`` tensor ever.
+"""The head's product and loss as autograd nodes over tiles of tokens, without a ``[tokens, V]`` tensor.
 
 Two nodes, chosen by what the upstream gradient can be:
 
@@ -52,8 +52,8 @@ def expect_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, whose: str 
             raise ValueError(f"{name} is of dtype {tensor.dtype}, expected a floating-point one")
     if weight.dim() != 2 or not hidden.dim() or hidden.shape[-1] != weight.shape[1] or not weight.shape[1]:
         raise ValueError(
-            f"{whose}hidden states {tuple(hidden.shape)} and weight {tuple(weight.shape)} do not fit, expected "
-            "[..., D] and [V, D]"
+            f"got {whose}hidden states {tuple(hidden.shape)} and weight {tuple(weight.shape)}, expected [..., D] "
+            "and [V, D]"
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"{whose}bias has shape {tuple(bias.shape)}, expected {tuple(weight.shape[:1])}")
@@ -315,8 +315,7 @@ def hand_out(ctx: Any, upstream: Tensor) -> list[Tensor | None]:
     """
     if ctx.left is None:
         raise RuntimeError(
-            "the gradients of the tiled head were handed out by an earlier backward; pass retain_graph=True to the "
-            "first one"
+            "the tiled head already returned its gradients in an earlier backward; use retain_graph=True there"
         )
     dx, *sums = ctx.left
     keep = keeps_graph()
@@ -330,5 +329,5 @@ def hand_out(ctx: Any, upstream: Tensor) -> list[Tensor | None]:
     return [dx, *(None if total is None else total.scaled(factor, keep=keep) for total in sums)]
 
 
-NO_SECOND_DERIVATIVE = "the tiled head has first derivatives only, got create_graph=True; run this backward without it"
+NO_SECOND_DERIVATIVE = "the tiled head does not support double backward, got create_graph=True"
 """How a second derivative is refused here."""

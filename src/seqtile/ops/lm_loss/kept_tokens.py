@@ -1,4 +1,4 @@
-"""Which tokens count, so that nothing is computed for the others: a prompt, padding, whatever has no target."""
+"""Select the tokens with a target, so that nothing is computed for prompts and padding."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class KeptTokens:
             ValueError: labels that are no integers, or outside the vocabulary; or a condition that does not hold.
         """
         if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
-            raise ValueError(f"labels are of dtype {labels.dtype}, expected the integers of a vocabulary; pass .long()")
+            raise ValueError(f"labels have dtype {labels.dtype}, expected integers; use .long()")
         labels, total = labels.long(), labels.numel()
         if total == 0 or labels.is_meta:
             return cls(total, labels, None)
@@ -74,8 +74,8 @@ class KeptTokens:
         count, low, high, *satisfied = torch.stack([valid.sum(), inside.amin(), inside.amax(), *hold]).cpu().tolist()
         if count and (low < 0 or high >= vocabulary):
             raise ValueError(
-                f"labels from {low} to {high}, expected 0 to {vocabulary - 1}, the rows of the head's weight; give "
-                f"tokens that do not count ignore_index={ignore_index}"
+                f"labels range from {low} to {high}, expected 0 to {vocabulary - 1} (rows of the head's weight); "
+                f"set tokens outside the loss to ignore_index={ignore_index}"
             )
         for condition, holds in zip(conditions, satisfied, strict=True):
             if not holds:

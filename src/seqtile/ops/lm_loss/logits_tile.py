@@ -21,7 +21,7 @@ from seqtile.ops.lm_loss.row_kernels import blocks_of_rows, run_over_rows
 
 @dataclass(frozen=True)
 class LogitScaling:
-    """What a model does to the head's product: ``softcap * tanh(scale * y / softcap) / temperature``.
+    """Scaling of the head's logits: ``softcap * tanh(scale * y / softcap) / temperature``.
 
     Attributes:
         scale: factor right after the product (Cohere, Granite).
@@ -268,7 +268,7 @@ class RowFormula:
 
 
 class HeadRows:
-    """What happens to a tile's products, row by row; knows no weight.
+    """Row-wise computation on a tile's logits, independent of the weight.
 
     On accelerators one kernel reads a tile to find its losses, another reads it again and writes their gradient over
     it: three passes over memory beside the products. Where no kernel runs, the same is done over blocks of rows.
@@ -323,7 +323,7 @@ class HeadRows:
     ) -> None:  # fmt: skip
         """Write the gradient, ``lse`` being known; ``*_factor`` are upstream gradients of entropies and candidates."""
         candidates = None if candidates_factor is None else targets.candidates
-        # What autograd hands over of a sum is one number, expanded; no kernel takes that.
+        # Autograd's gradient of a sum is one number, expanded, which the kernels do not support.
         factor, entropy_factor = (None if each is None else each.contiguous() for each in (factor, entropy_factor))
         rows = (y, targets.ids, targets.temperature, targets.is_local, factor, lse, entropy, entropy_factor,
                 candidates, candidates_factor)  # fmt: skip

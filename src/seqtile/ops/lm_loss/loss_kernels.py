@@ -1,4 +1,4 @@
-"""Other operators for the head's scalar loss, wherever they mean the same.
+"""Other libraries' operators for the head's scalar loss.
 
 ``"native"`` is PyTorch's own chunked ``linear_cross_entropy`` of PyTorch 2.13 and later, in fp32 and float64: in low
 precision it rounds the scalar loss, and what the gradients are multiplied by, to 8 or 11 bits.
@@ -61,24 +61,24 @@ def why_kernel_cannot(
         if call.hidden.device.type == "cpu" or find_spec("triton") is None:
             return f"it needs Triton and a GPU, and the hidden states are on {call.hidden.device.type!r}"
     if per_token or weighted:
-        return "it sums over tokens that all count the same"
+        return "it does not support token weights"
     if returns_z_loss:
         return "it does not return the z-loss"
     if aim.scaling.scale != 1.0 or aim.scaling.temperature != 1.0:
         return "it does not scale logits"
     if name == "native":
         if aim.scaling.softcap is not None or aim.label_smoothing or aim.z_loss:
-            return "it knows neither soft-cap, label smoothing nor z-loss"
+            return "it does not support soft-cap, label smoothing and z-loss"
         return f"it rounds the loss and its upstream gradient to {call.plan.dtype}" if call.plan.dtype in LOW else ""
     if aim.class_weights is not None:
-        return "it has no class weights"
+        return "it does not support class weights"
     if call.plan.dtype == torch.float64:
         return "it computes in fp32"
     if name == "cce":
         if call.bias is not None or aim.label_smoothing or aim.z_loss:
-            return "it knows neither bias, label smoothing nor z-loss"
+            return "it does not support bias, label smoothing and z-loss"
         if call.plan.dtype not in LOW:
-            return "it takes bf16 and fp16 only"
+            return "it supports bf16 and fp16 only"
         trains = call.weight.requires_grad or call.hidden.requires_grad
         if trains and "accum_c_fp32" not in _parameters(_cce()):
             return "this version sums gradients in low precision"

@@ -1,4 +1,4 @@
-"""What preference and policy losses make of log-probabilities: sums of sequences, and ratios of two policies."""
+"""Sums over sequences and ratios of two policies, for preference and policy losses."""
 
 from __future__ import annotations
 
@@ -19,16 +19,15 @@ def sequence_logprobs(
     Args:
         log_probs: ``[..., T]``, one sequence a row; or packed, ``[T]`` or ``[1, T]``.
         mask: of the same shape, the tokens that count.
-        cu_seqlens: ``[sequences + 1]`` integers, where each packed sequence begins, the last one ends; None where not
-            packed. What lies outside, as padding, must not count. They are read on the host, once.
-        average: divide by the sequence's tokens that count, 1 at least (IPO, SimPO, ORPO).
+        cu_seqlens: ``[sequences + 1]`` integer offsets of packed sequences; None where not packed. Tokens outside, such
+            as padding, must be masked. Read on the host, once.
+        average: divide by the sequence's unmasked tokens, at least 1 (IPO, SimPO, ORPO).
 
     Returns:
         ``[...]``, or ``[sequences]`` where packed.
 
     Raises:
-        ValueError: what is no tensor, shapes that do not fit, or ``cu_seqlens`` that descend or leave out a token that
-            counts.
+        ValueError: a wrong type or shape, or ``cu_seqlens`` that descend or leave out an unmasked token.
     """
     _check(log_probs, mask, cu_seqlens)
     return _of_sequences(log_probs, mask, cu_seqlens, average)
@@ -37,7 +36,7 @@ def sequence_logprobs(
 def importance_ratios(
     log_probs: Tensor, old_log_probs: Tensor, mask: Tensor, *, level: str = "token", cu_seqlens: Tensor | None = None
 ) -> Tensor:
-    """Ratio of the policy to the one that generated the tokens, one for each token, 1 where a token does not count.
+    """Importance ratio of each token: the policy against the one that generated it; 1 where the mask is 0.
 
     Args:
         log_probs: ``[..., T]``, one sequence a row; or packed, ``[T]`` or ``[1, T]``.
@@ -49,7 +48,7 @@ def importance_ratios(
         cu_seqlens: as in :func:`sequence_logprobs`.
 
     Raises:
-        ValueError: what :func:`sequence_logprobs` refuses, or an unknown level.
+        ValueError: as :func:`sequence_logprobs`, or an unknown level.
     """
     if level not in LEVELS:
         raise ValueError(f"level={level!r}: expected one of {', '.join(map(repr, LEVELS))}")
@@ -105,8 +104,8 @@ def _check(log_probs: Tensor, mask: Tensor, cu_seqlens: Tensor | None) -> None:
     left_out = (outside & mask.reshape(-1).bool().to(outside.device)).any()
     if not (in_order & ~left_out):
         raise ValueError(
-            f"cu_seqlens are {cu_seqlens.tolist()}, expected ascending places from 0 to {len(places)} between which "
-            "every token that counts lies"
+            f"cu_seqlens are {cu_seqlens.tolist()}, expected ascending offsets from 0 to {len(places)} that cover "
+            "every token of the loss"
         )
 
 

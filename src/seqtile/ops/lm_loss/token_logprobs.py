@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens, and what else RL and distillation ask of the same pass over tiles."""
+"""Log-probabilities of given tokens, and what else RL and distillation compute in the same pass over tiles."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class HeadInput:
 
 @dataclass(frozen=True)
 class TokenScores:
-    """What :func:`token_logprobs` found, each of the targets' shape; None where it was not asked for.
+    """Result of :func:`token_logprobs`, each of the targets' shape; None where it was not requested.
 
     Attributes:
         log_probs: log-probability of each target; 0 where it is ignored, as in every other field.
@@ -82,34 +82,34 @@ def token_logprobs(
     tile: int | str | TileRule = "auto",
     vocabulary_group: dist.ProcessGroup | None = None,
 ) -> TokenScores:
-    """Score given tokens under a linear head: what DPO, GRPO, distillation and evaluation need.
+    """Log-probabilities of given tokens under a linear head, for DPO, GRPO, distillation and evaluation.
 
     Replaces ``(scaling.on(F.linear(hidden, weight, bias)) / temperature).float().log_softmax(-1).gather(-1, targets)``.
     Targets are those of their own positions: shift them before.
 
     Args:
-        hidden: ``[..., D]``, ``N`` tokens of which ``n`` count.
+        hidden: ``[..., D]``, ``N`` tokens, ``n`` of them not ignored.
         weight: ``[V, D]``.
         targets: ``[...]``.
         bias: ``[V]``.
-        scaling: what the model does to the product.
+        scaling: scale, soft-cap and temperature of the logits.
         temperature: divides the logits last, the reference's too: a number, or one for each token, ``[...]``.
         ignore_index: target of tokens that are not scored; nothing is computed for them.
-        entropy: find the entropy too; it has a gradient, like the log-probabilities of targets and candidates. The rest
-            has none.
-        candidates: ``[..., k]``, more tokens to score at each position: a teacher's most likely ones.
-        reference: score the targets under a frozen model too: its hidden states ``[..., D]`` where it has the same head
-            (the policy with its adapter off), else states and head.
-        argmax: find the most likely token.
-        top_k: find whether the target is among this many most likely tokens.
-        top_log_probs: find this many of the most likely tokens and their log-probabilities.
-        log_sum_squares: find ``log(sum(p**2))``.
-        mean_logit: find the mean logit.
+        entropy: also return the entropy; like the log-probabilities of targets and candidates, and unlike the rest, it
+            has a gradient.
+        candidates: ``[..., k]``, more tokens to score at each position, such as a teacher's most likely ones.
+        reference: also score the targets under a frozen model: its hidden states ``[..., D]`` where it has the same
+            head (the policy with its adapter off), else states and head.
+        argmax: also return the most likely token.
+        top_k: also return whether the target is among this many most likely tokens.
+        top_log_probs: also return this many of the most likely tokens and their log-probabilities.
+        log_sum_squares: also return ``log(sum(p**2))``.
+        mean_logit: also return the mean logit.
         tile: tokens per tile, or a rule of :func:`seqtile.apply`.
-        vocabulary_group: ranks that share the head's rows out evenly, in their order, and have the same tokens;
-            ``weight`` and ``bias`` are then this rank's rows. A ``DTensor`` weight with ``Shard(0)`` brings its own.
-            Log-probabilities and entropies only. The group reduces ``4 * n`` numbers in the forward and the hidden
-            states' gradient in the backward, in their dtype, whatever the number of tiles.
+        vocabulary_group: ranks over which the head's rows are sharded evenly, in rank order, and which have the same
+            tokens; ``weight`` and ``bias`` are then this rank's rows. Not needed for a ``DTensor`` weight with
+            ``Shard(0)``. Log-probabilities and entropies only. The group reduces ``4 * n`` numbers in the forward and
+            the hidden states' gradient in the backward, in their dtype, whatever the number of tiles.
 
     Cost:
         Matrix products in units of ``2 * n * D * V``: 4 with a gradient (the backward computes the logits again, since
@@ -118,9 +118,8 @@ def token_logprobs(
         synchronisation with the host, for ``n``.
 
     Raises:
-        ValueError: what is no tensor or of no floating-point dtype where one is expected, shapes that do not fit,
-            targets or candidates outside the vocabulary, a temperature of a token that counts that is not above 0, or a
-            number of tokens below 1 or above the vocabulary.
+        ValueError: a wrong type, dtype or shape, targets or candidates outside the vocabulary, a temperature that is
+            not above 0, or a number of tokens below 1 or above the vocabulary.
     """
     expect_tensors(weight=weight, targets=targets)
     if vocabulary_group is not None and not isinstance(vocabulary_group, dist.ProcessGroup):
@@ -135,8 +134,8 @@ def token_logprobs(
                    "mean_logit": mean_logit}  # fmt: skip
         if refused := [name for name, requested in options.items() if requested]:
             raise ValueError(
-                f"a head whose vocabulary is shared out computes log-probabilities and entropies, got {refused[0]}; "
-                "gather the weight for it"
+                f"a head with a sharded vocabulary supports log-probabilities and entropies only, got {refused[0]}; "
+                "gather the weight"
             )
     for name, requested in (("top_k", top_k), ("top_log_probs", top_log_probs)):
         if requested is not None:
@@ -198,7 +197,7 @@ def _check_temperature(temperature: Tensor | float, hidden: Tensor, targets: Ten
     if temperature.is_complex():
         raise ValueError(f"temperature is of dtype {temperature.dtype}, expected numbers above 0")
     values = temperature.detach().reshape(-1).to(hidden.device)
-    sentence = "temperature={value} of a token that counts: expected numbers above 0"
+    sentence = "temperature={value} of a token in the loss, expected numbers above 0"
     return [Condition((values > 0) & values.isfinite(), values, sentence)]
 
 
@@ -222,7 +221,7 @@ def check_candidates(candidates: Tensor, hidden: Tensor, targets: Tensor, vocabu
             f"{(*targets.shape, 'k')}".replace("'", "")
         )
     values = candidates.reshape(-1, candidates.shape[-1]).to(hidden.device)
-    sentence = f"candidates {{value}} of a token that counts: expected 0 to {vocabulary - 1}, the vocabulary"
+    sentence = f"candidates {{value}} of a token in the loss, expected 0 to {vocabulary - 1} (the vocabulary)"
     return [Condition(((values >= 0) & (values < vocabulary)).all(-1), values, sentence)]
 
 

@@ -1,4 +1,4 @@
-"""A head whose rows are shared out over ranks: each computes its own, and a few numbers per token travel.
+"""A head whose vocabulary is sharded over ranks, which exchange a few numbers per token.
 
 Tiles run without a collective inside. The forward reduces twice, ``[n]`` and ``[n, 3]`` numbers, once all tiles are
 through; the backward reduces the gradient of the hidden states once. No rank has another's rows, nor logits of them.
@@ -57,14 +57,14 @@ def own_rows(weight: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, V
     sharded: Any = weight
     if len(sharded.placements) != 1 or not sharded.placements[0].is_shard(0):
         raise ValueError(
-            f"the head's weight is a DTensor placed as {sharded.placements}, expected (Shard(dim=0),), its rows over "
-            "one mesh dimension; redistribute it, or gather it with full_tensor()"
+            f"the head's weight is a DTensor with placements {sharded.placements}, expected (Shard(dim=0),) over "
+            "one mesh dimension; redistribute it, or use full_tensor()"
         )
     mesh, vocabulary = sharded.device_mesh, weight.shape[0]
     chunk = -(-vocabulary // mesh.size())  # as torch.chunk cuts
     if chunk * (mesh.size() - 1) >= vocabulary:
         raise ValueError(
-            f"a head of {vocabulary} rows leaves none for the last of {mesh.size()} ranks; gather it with full_tensor()"
+            f"a head of {vocabulary} rows leaves the last of {mesh.size()} ranks without any; use full_tensor()"
         )
     start = min(vocabulary, chunk * mesh.get_local_rank())
     return sharded.to_local(), VocabularyShard(mesh.get_group(), start, vocabulary)
