@@ -6,7 +6,7 @@ import sys
 from typing import NoReturn
 
 FROM_TRAIN = ("typer", "pydantic", "yaml", "rich", "psutil", "accelerate", "trl", "datasets", "peft")
-"""What a command imports and a plain install does not bring."""
+"""Packages that commands import but a plain install does not include."""
 
 
 def main() -> NoReturn:

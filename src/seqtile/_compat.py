@@ -70,7 +70,7 @@ class Moved:
 
 
 def _find(name: str) -> Any:
-    """What a dotted name leads to, or a stand-in that raises when it is used."""
+    """Resolve a dotted name, or return a placeholder that raises when it is used."""
     try:
         return pkgutil.resolve_name(name)
     except (ImportError, AttributeError):
@@ -84,7 +84,7 @@ def installed(library: str) -> str | None:
 
 @functools.cache
 def untested() -> str:
-    """What is installed in a version that no test has run with, in one sentence; "" where there is nothing."""
+    """Name the installed libraries whose versions are not tested, or ""."""
     outside = []
     for library, (lowest, highest) in TESTED.items():
         version = installed(library)
@@ -164,7 +164,7 @@ is_view: Callable[[Tensor], bool] = _find("torch.Tensor._is_view")
 """Whether a tensor is a view of another one."""
 
 base_of: Callable[[Tensor], Tensor | None] = _find("torch.Tensor._base.__get__")
-"""What a view is a view of."""
+"""The base of a view."""
 
 storage_key: Callable[[torch.UntypedStorage], int] = _find("torch.UntypedStorage._cdata.__get__")
 """Identity of a storage, the same from every tensor on it; given away again when it is freed."""
@@ -233,7 +233,7 @@ def is_flat_parameter(tensor: Tensor | None) -> bool:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of a ``DTensor``; any other tensor as it is. No gradient flows through it."""
+    """This rank's shard of a ``DTensor``; any other tensor as it is. No gradient flows through it."""
     shard: Tensor = getattr(tensor, "_local_tensor", tensor)
     return shard
 
@@ -289,11 +289,11 @@ PICKLED_NAMES: dict[str, set[str]] = {
     "torch.serialization": {"_get_layout"},
     "torch.storage": {"TypedStorage", "UntypedStorage"},
 }
-"""What the files of Transformers, Accelerate, DeepSpeed and PyTorch's distributed checkpoints reference, by module."""
+"""Names that checkpoints of Transformers, Accelerate, DeepSpeed and PyTorch's DCP reference, by module."""
 
 
 PICKLED_KINDS = {"numpy.dtypes": r"\w+DType", "torch": r"\w+Storage|bool|u?int\d+|b?float\d+\w*|complex\d+"}
-"""What they reference besides, as patterns by module: storages and number types, of which there are many."""
+"""Further names, as patterns by module: the many storages and number types."""
 
 
 # ---- torch: dispatch, fake tensors and trees ----
@@ -373,7 +373,7 @@ ATTENTION_BACKENDS = {
     EFFICIENT_ATTENTION: "memory-efficient",
     "_efficient_attention_forward": "memory-efficient",
 }
-"""What their kernels are called."""
+"""Names of their kernels."""
 
 
 def schema_of(operator: Any) -> Any:
@@ -400,7 +400,7 @@ def keeps_graph() -> bool:
 
 
 def early_stop() -> bool | None:
-    """What ``set_checkpoint_early_stop`` has set for the whole process; None if nothing is set."""
+    """The value of ``set_checkpoint_early_stop`` for the whole process, or None."""
     setting: bool | None = getattr(_torch_checkpoint, "_enable_checkpoint_early_stop", None)
     return setting
 
@@ -434,7 +434,7 @@ default is announced to change, and warns. PyTorch hands it to its own context o
 
 
 def saved_values(context: Any) -> Iterator[SavedValue]:
-    """What one forward context of ``create_selective_checkpoint_contexts`` keeps.
+    """The results that a forward context of ``create_selective_checkpoint_contexts`` saves.
 
     Raises:
         MovedError: PyTorch keeps it otherwise.
@@ -496,7 +496,7 @@ LOSS_FUNCTION = "_loss_function"
 
 
 CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params", "past_key_value", "layer_past")
-"""What a layer, an attention or a mixer calls the argument that takes a cache: ``cache`` from transformers 5.24 on."""
+"""Names of the cache argument of layers, attentions and mixers: ``cache`` from transformers 5.24 on."""
 
 RG_LRU_SCAN = "_rnn_scan"
 """RecurrentGemma's loop over tokens, a method of its RG-LRU."""
@@ -591,7 +591,7 @@ _FUSED_HEAD = ("original_forward", "temperature", "cast_lm_head_to_fp32", "outpu
 
 
 def trl_head_settings(forward: Any) -> dict[str, Any] | None:
-    """What TRL's fused head was told when it was put on a model; None if ``forward`` is something else.
+    """The settings of TRL's fused head on a model; None if ``forward`` is something else.
 
     It is known by its argument ``fused_lm_head``, by which TRL's trainers call it.
 
@@ -609,7 +609,7 @@ def trl_head_settings(forward: Any) -> dict[str, Any] | None:
 
 
 def step_sums(trainer: Any) -> tuple[dict[str, dict[str, list[Any]]], Any]:
-    """What TRL's trainer has summed up since the last log, by mode and name, and its tokens: copies."""
+    """Copies of the sums of TRL's trainer since the last log, by mode and name, and of its token count."""
     sums = {
         mode: {name: list(values) for name, values in by_name.items()} for mode, by_name in trainer._metrics.items()
     }

@@ -73,7 +73,7 @@ class Watched(StandIn):
         raise NotImplementedError
 
     def notes(self) -> list[str]:
-        """What the steps so far have shown."""
+        """Describe the effects of the steps so far."""
         raise NotImplementedError
 
     def _look(self, backbone: nn.Module, args: Any, output: Any) -> None:
@@ -86,7 +86,7 @@ class Watched(StandIn):
                 self.warn(self.idle)
 
     def warnings(self) -> list[str]:
-        """What was logged, and why nothing is done if that is still so."""
+        """The warning that was logged, if it still holds."""
         still = self.without_effect() if self.idle else ""
         return sorted(self.told - {self.idle}) + [still] * bool(still)
 

@@ -37,7 +37,7 @@ def note_fault(error: BaseException) -> None:
 
 
 def in_its_words(error: BaseException) -> str:
-    """What another library raised, and where, in one line."""
+    """Describe another library's error, and where it was raised, in one line."""
     message = (str(error).strip().splitlines() or [""])[0]
     what = f"{type(error).__name__}: {message}" if message else type(error).__name__
     frame = _raised_in(error)

@@ -89,7 +89,7 @@ class ForwardStandIn(StandIn):
         return self.before.get("forward") or partial(type(module).forward, module)
 
     def note(self) -> str:
-        """What ``print(model)`` shows of it."""
+        """Representation for ``print(model)``."""
         return ""
 
 

@@ -135,7 +135,7 @@ def choose_for(
     recomputes: bool | None = None,
     **question: Any,
 ) -> Choice:
-    """What :func:`fit` applies; ``question`` is for :func:`describe`.
+    """Choose what :func:`fit` applies; ``question`` is for :func:`describe`.
 
     Args:
         model: to train.
@@ -228,7 +228,7 @@ def describe(
     batch_size: int = 1,
     autocast: bool = True,
 ) -> tuple[Request, list[str]]:
-    """What a plan is asked of a live model, and notes on what the plan takes otherwise than it is.
+    """Build the plan's request for a live model, and notes where the plan deviates from it.
 
     Raises:
         UserError: something that no plan knows.

@@ -26,7 +26,7 @@ NOT_VERIFIED = {"ms-swift": ("loss", "loss_tile", "loss_impl", "checkpoint", "of
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What rules read of a model.
+    """Facts of a model that rules depend on.
 
     Attributes:
         name: for messages, in quotes.

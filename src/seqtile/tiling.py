@@ -25,7 +25,7 @@ FUSED_WIDTHS = 4
 """``[tile, intermediate]`` tensors of the fused operator: the buffers that all its tiles share."""
 
 PRODUCTS_PER_SECOND, BYTES_PER_SECOND, LAUNCH_SECONDS = 700e12, 3e12, 6.6e-6
-"""What an accelerator does of bf16 products and of copies, and what starting a kernel costs the host. Measured on an
+"""Rates of bf16 products and copies, and the host's cost of launching a kernel. Measured on an
 H100 80GB HBM3 (764 TFLOP/s, 2,993 GB/s and 6.6 us; torch 2.11, 2026-11-26)."""
 
 LAUNCHES = {"block": 94, "fused": 32, "projection": 6, "norm": 5}
@@ -52,7 +52,7 @@ _UNITS = {
 
 @dataclass(frozen=True)
 class BlockShape:
-    """What a tile rule needs to know of a block.
+    """Properties of a block that tile rules depend on.
 
     Attributes:
         hidden: width ``D`` of the block's input.

@@ -122,7 +122,9 @@ def test_a_limit_of_file_sizes_while_saving(
     resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     sentence = str(told.value)
     assert sentence.startswith("the disk ") and "does not allow files of this size (ulimit -f); " in sentence
-    assert f"the last complete checkpoint is {tmp_path / 'out' / 'checkpoint-1'}; checkpoint-2 is torn" in sentence
+    assert (
+        f"the last complete checkpoint is {tmp_path / 'out' / 'checkpoint-1'}; checkpoint-2 is incomplete" in sentence
+    )
     assert sentence.endswith(f"run with --resume --output {tmp_path / 'out'}") and "\n" not in sentence
     assert find_checkpoint(tmp_path / "out").name == "checkpoint-1"
     run(values, resume=True)
@@ -162,7 +164,7 @@ def test_a_limit_of_file_sizes_while_saving_shards(
 @OWN_MOUNTS
 @pytest.mark.parametrize(
     ("size", "words"),
-    [(800_000, "checkpoint-1; checkpoint-2 is torn"), (40_000, "no checkpoint is complete yet: fix that")],
+    [(800_000, "checkpoint-1; checkpoint-2 is incomplete"), (40_000, "no checkpoint is complete yet: fix that")],
 )
 def test_a_full_disk_while_saving(model: Path, dataset: Path, tmp_path: Path, server: Any, size: int, words: str):
     disk = tmp_path / "disk"

@@ -226,13 +226,13 @@ def test_what_does_not_fit_names_the_longest_that_does_and_what_helps() -> None:
     ("arguments", "message"),
     [
         ({"max_length": 1}, "got max_length=1, expected"),
-        ({"max_length": 64, "device": "h1000"}, "device 'h1000' is not listed; did you mean 'h100'"),
+        ({"max_length": 64, "device": "h1000"}, "unknown device 'h1000'; did you mean 'h100'"),
         ({"max_length": 64, "device": "cuda:7"}, "is not on this machine"),
         ({"max_length": 64, "optimizer": "lomo"}, "got optimizer 'lomo'"),
         ({"max_length": 64, "engine": "horovod"}, "got engine 'horovod'"),
         ({"max_length": 64, "lora": "much"}, "lora='much', expected the rank"),
-        ({"max_length": 64, "tiles": 8}, "'tiles' is no key; did you mean tile"),
-        ({"max_length": 2 * TOKENS}, "beyond the 4,096 positions"),
+        ({"max_length": 64, "tiles": 8}, "unknown keys: 'tiles'; did you mean tile"),
+        ({"max_length": 2 * TOKENS}, "the 4,096 positions"),
     ],
     ids=str,
 )
@@ -256,7 +256,9 @@ def test_the_callback_asks_for_what_its_trainer_does(tmp_path: Path) -> None:
     callback = seqtile.TilingCallback(max_length=64, device="16GiB")
     trainer = trainers.plain(directory, tmp_path / "out", callback, max_steps=1, gradient_checkpointing=True)
     report = callback.report
-    assert report is not None and report.settings["loss"] == "tiled" and "64 tokens on 16GiB" in report.why[0]
+    assert (
+        report is not None and report.settings["loss"] == "tiled" and "64 tokens per sequence on 16GiB" in report.why[0]
+    )
     assert any("checkpointing was on already" in sentence for sentence in report.why)
     trainer.train()
     assert report.why[0] in trainer.state.log_history[0]["seqtile"] and carries(trainer.model)
@@ -272,7 +274,7 @@ def test_the_callback_asks_for_what_its_trainer_does(tmp_path: Path) -> None:
         def __init__(self, **arguments: Any) -> None:
             Trainer.__init__(self, **arguments)
 
-    with pytest.raises(UserError, match="that of OtherArguments is another"):
+    with pytest.raises(UserError, match="which OtherArguments does not run"):
         OtherArguments(
             model=trainer.model, args=trainer.args, callbacks=[seqtile.TilingCallback(max_length=64, device="16GiB")]
         )

@@ -170,7 +170,7 @@ def test_it_says_what_it_was_doing_and_keeps_the_checkpoint(
     block = {"forward": " of model.layers.1.self_attn", "loss": " of lm_head", "backward": " of model.layers.1"}
     asked = "could not allocate 1,048,576.00 GiB"
     assert first == f"out of memory at step 3, in the {phase}{block.get(phase, '')}: {asked}"
-    assert "  0.05 MiB  4 x optimiser state of model.layers.*.mlp.gate_proj.weight, 96 x 32 float32\n" in rest
+    assert "  0.05 MiB  4 x optimizer state of model.layers.*.mlp.gate_proj.weight, 96 x 32 float32\n" in rest
     # 36,416 weights in fp32, and two states of each.
     sums = re.search(r"in all: optimiser state 0.31 MiB, weights 0.16 MiB, .*", rest)
     assert sums and "activations 0." in sums[0] and ("gradients" in sums[0]) == (phase in ("backward", "optimiser"))
@@ -188,8 +188,8 @@ def test_it_says_what_the_plan_had_said_and_what_would_have_avoided_it(
     recipe, _ = build_recipe(values, {})
     asked = 2**18  # one of the four buffers of 256 x 96 numbers that a tile holds takes 2**16 + 2**15 bytes
     said = retry.explain_out_of_memory(recipe, Place("backward", "model.layers.1.mlp", 3, asked, 256, 256), [], None, 0)
-    assert re.search(r"\nthe plan for rows of 256 tokens: 0.75 GiB \(0.45 to 1.25\) of [\d,.]+ GiB, most in the ", said)
-    assert "\nthis would have avoided it: tile: 64 (0.00 GiB less by the plan); --on-oom retry" in said
+    assert re.search(r"\nplanned for 256 tokens: 0.75 GiB \(0.45 to 1.25\) of [\d,.]+ GiB, peak in the ", said)
+    assert "\nthis would avoid it: tile: 64 (0.00 GiB less by the plan); --on-oom retry" in said
     assert said.endswith("no checkpoint was saved yet")
 
 

@@ -355,9 +355,9 @@ def test_another_number_of_processes_is_refused_and_other_versions_are_said(
         ("ddp", False, 8, ""),
         ("fsdp2", True, 8, ""),
         ("ddp", False, 4, "a step would have 8 rows instead of 4"),
-        ("fsdp2", True, None, "a step had an unknown number of rows and would have 8"),
-        ("fsdp2", False, 8, "was written by 2 processes and this run has 4; --resume continues"),
-        ("zero3", True, 8, "was written by 2 processes and this run has 4; --resume continues"),
+        ("fsdp2", True, None, "a step would have 8 rows instead of an unknown number"),
+        ("fsdp2", False, 8, "was written by 2 processes, this run has 4; --resume must keep"),
+        ("zero3", True, 8, "was written by 2 processes, this run has 4; --resume must keep"),
     ],
 )
 def test_other_processes_go_on_where_the_checkpoint_and_the_rows_allow(
@@ -377,7 +377,7 @@ def test_other_processes_go_on_where_the_checkpoint_and_the_rows_allow(
             check_same_run(run, checkpoint, chosen, trainer, None)
     else:
         [note] = check_same_run(run, checkpoint, chosen, trainer, None)
-        assert "by 2 processes and this run has 4: a step has the same 8 rows; the processes' random numbers" in note
+        assert "by 2 processes, this run has 4: a step still has 8 rows, but random numbers" in note
 
 
 def test_the_directory_of_shards_is_the_one_that_accelerate_writes():
@@ -443,7 +443,9 @@ def test_a_loss_that_is_no_number_names_step_and_text(model: Path, dataset: Path
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(values))
     assert main(["train", "--recipe", str(tmp_path / "recipe.yaml")]) == 1
     error = capsys.readouterr().err
-    assert re.search(r"stopped at step 2: the loss is (nan|inf)\n  micro-batch 1 of 2, 1 x \d+ tokens, begins:", error)
+    assert re.search(
+        r"stopped at step 2: the loss is (nan|inf)\n  micro-batch 1 of 2, 1 x \d+ tokens, starting with:", error
+    )
     shown = re.search(r"^    '(.+)'\.\.\.$", error, re.MULTILINE)
     assert shown and any(row["text"].startswith(shown[1]) for row in tiny_run.text_rows())
     assert f"the last complete checkpoint is {tmp_path / 'out' / 'checkpoint-1'}" in error

@@ -159,7 +159,7 @@ def test_what_would_be_computed_wrongly_is_refused() -> None:
     for logits in (hidden @ weight.t(), logits_of(HeadInput(hidden, weight))):
         with pytest.raises(ValueError, match="expected one per token"):
             openrlhf.log_probs_from_logits(logits, labels[:3])
-        with pytest.raises(ValueError, match="labels from 7 to 7, expected 0 to 6"):
+        with pytest.raises(ValueError, match="labels range from 7 to 7, expected 0 to 6"):
             openrlhf.log_probs_from_logits(logits, labels + 7)
         assert not openrlhf.log_probs_from_logits(logits, labels - 100).any()  # none of them counts
     deferred = logits_of(HeadInput(hidden, weight))

@@ -295,7 +295,7 @@ def test_lora_on_experts_is_tiled(dataset: Path, tmp_path: Path):
 
 def test_projections_are_tiled_with_their_adapters(model: Path, dataset: Path, tmp_path: Path):
     outcome = run(model, dataset, tmp_path / "out", steps=1, lora={"r": 2}, blocks="mlp+norm+projections")
-    assert "8 projections in tiles" in str(outcome.tiling) and "adapters were added to" not in str(outcome.tiling)
+    assert "8 projections tiled" in str(outcome.tiling) and "adapters were added to" not in str(outcome.tiling)
 
 
 KINDS: dict[str, list[dict[str, Any]]] = {

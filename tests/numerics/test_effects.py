@@ -217,7 +217,7 @@ def test_every_option_acts_in_every_order(wrapping: str, order: str, caplog: pyt
         assert ran.widest[INTERMEDIATE] <= HIDDEN < BATCH * LENGTH  # the gradient of a weight has as many rows
     [policy] = standing_checkpointing(model)
     assert policy.host is not None and policy.host.ever_parked >= LAYERS * 2 * INPUT
-    assert not warned() and not any("did nothing" in note or "not used" in note for note in report.notes)
+    assert not warned() and not any("had no effect" in note or "not used" in note for note in report.notes)
 
 
 @pytest.mark.device
@@ -345,7 +345,7 @@ def test_trl(tiled: str, adapters: bool, bf16: bool, directory: Path, tmp_path: 
     assert ran.widest[vocabulary] == TILE and ran.widest[96] <= HIDDEN
     [policy] = standing_checkpointing(trainer.model)
     assert policy.host is not None and policy.host.ever_parked > 0
-    assert not any("not used" in note or "did nothing" in note for note in report.notes)
+    assert not any("not used" in note or "had no effect" in note for note in report.notes)
     if tiled == "by the callback":
         [news] = [log["seqtile"] for log in trainer.state.log_history if "seqtile" in log]
         assert "MiB kept per layer" in news, "the first log comes after a step, and knows what it did"
@@ -399,8 +399,8 @@ def test_a_loss_that_is_used_later_is_reported_as_it_is() -> None:
 @pytest.mark.parametrize(
     ("break_it", "words"),
     [
-        (lambda model: model.gradient_checkpointing_disable(), "did nothing"),
-        (lambda model: [setattr(one, "gradient_checkpointing", False) for one in model.model.layers], "did nothing"),
+        (lambda model: model.gradient_checkpointing_disable(), "had no effect"),
+        (lambda model: [setattr(one, "gradient_checkpointing", False) for one in model.model.layers], "had no effect"),
         (lambda model: setattr(standing_checkpointing(model)[0].host, "budget", 8), "moved nothing"),
     ],
     ids=["switched off", "by layer", "no room"],
@@ -466,7 +466,7 @@ def test_verify_leaves_every_option_as_it_was() -> None:
 
 
 def test_a_state_that_cannot_be_tiled(caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(seqtile.UserError, match="no layer of LlamaForCausalLM carries a state"):
+    with pytest.raises(seqtile.UserError, match="LlamaForCausalLM has no layer that carries a state"):
         seqtile.apply(small(), state=8)
     seqtile.apply(small(), state="auto")
     if "qwen3_5_text" not in CONFIG_MAPPING:

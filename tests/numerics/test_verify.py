@@ -156,7 +156,7 @@ def twice_in_float64(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 @pytest.mark.parametrize(
     ("loss_of", "reference", "note"),
     [
-        (fails_in_float64, None, "no truth in float64 (no kernel)"),
+        (fails_in_float64, None, "no reference in float64 (no kernel)"),
         (noisy, None, "the model draws random numbers even with dropout off"),
         (twice_in_float64, "float64", "the untiled run itself is off by 50%"),
     ],
@@ -330,7 +330,7 @@ def test_a_batch_that_runs_in_one_tile_is_no_proof(tile: int | None) -> None:
     result = verify(zoo.causal_lm("llama"), tokens(), tile=tile)
     assert result.tiled.units == (9.0 if tile is None else 11.0)  # "auto" left so short a batch untiled
     assert not result.ok and result.ran.cut == 0
-    words = f"left untiled: batches of up to 100 tokens fit one tile (tile={tile or 'auto'})"
+    words = f"left untiled: batches of up to 100 tokens fit in one tile (tile={tile or 'auto'})"
     assert str(result).startswith("NOT VERIFIED") and f"nothing was compared: blocks were {words}" in str(result)
 
 
@@ -491,14 +491,14 @@ def steps_inside(model: nn.Module) -> Any:
         (no_weights, {}, "has no trainable parameter"),
         (steps_inside, {}, "has a gradient hook"),
         (lambda model: model.to("meta"), {}, "is on the meta device"),
-        (lambda model: None, {"reference": "fp64"}, "reference='fp64' is not a reference"),
+        (lambda model: None, {"reference": "fp64"}, "reference='fp64', expected 'fp32' or None"),
         (lambda model: None, {"tile": 0}, "tile=0"),
         (
             lambda model: None,
             {"loss_fn": lambda model, batch: model(**batch).logits},
-            r"gave a tensor of shape \(2, 50, 64\)",
+            r"returned a tensor of shape \(2, 50, 64\)",
         ),
-        (lambda model: seqtile.apply(model), {"only": MLP}, "tiled already"),
+        (lambda model: seqtile.apply(model), {"only": MLP}, "already tiled"),
         (lambda model: None, {"only": "nowhere"}, "matches no block"),
     ],
 )

@@ -205,7 +205,7 @@ def test_train_fit_says_why_saves_what_it_chose_and_a_resume_does_not_choose_aga
     assert main(words) == 0
     errors = capfd.readouterr().err
     assert "fit: 64 tokens per sequence on the memory given with 1.50 GiB: 0.75 GiB expected, 1.2" in errors
-    for line in ("fit: tile auto: smaller tiles would not lower the peak", "fit: checkpoint none: nothing is comp",
+    for line in ("fit: tile auto: smaller tiles would not lower the peak", "fit: checkpoint none: no recompute",
                  "fit: offload false: not needed", "fit: loss_tile 64: the rule of auto"):  # fmt: skip
         assert line in errors, errors
     saved = read_recipe(folder / "out" / "recipe.yaml")

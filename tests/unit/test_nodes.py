@@ -67,7 +67,7 @@ def test_nodes_are_those_of_the_flags_or_of_the_environment(
 @pytest.mark.parametrize(
     ("flags", "environment", "told"),
     [
-        ((2, 1, None), {}, "--rendezvous too"),
+        ((2, 1, None), {}, "also need --rendezvous"),
         ((None, 1, None), {}, "also need --nodes and --rendezvous"),
         ((1, 1, None), {}, "without --nodes"),
         ((2, 2, "a:1"), {}, "--node-rank 2, expected 0 to 1"),

@@ -137,7 +137,7 @@ def test_each_step_is_shown_and_kept_and_a_resumed_run_goes_on_in_the_same_file(
     assert shown.stages == [
         f"reading {folder / 'rows.jsonl'}", f"checking {folder / 'rows.jsonl'}",
         f"loading the weights of {folder / 'model'}", "tiling",
-        "tokenising 12 rows", "preparing the first step", "saving the model",
+        "tokenizing 12 rows", "preparing the first step", "saving the model",
     ]  # fmt: skip
     found = lines(folder / "out" / METRICS_FILE)
     assert [{**one, "steps": 4} for one in found] == shown.records
@@ -173,7 +173,7 @@ def test_the_first_lines_say_what_is_done_and_the_last_what_was_tiled(
     assert shown.err.startswith("loading PyTorch and Transformers ...\nreading ")
     assert "%|" not in shown.err  # no bar of a library's
     assert "64 tokens per tile, fused; attention ran on " in shown.out
-    assert "; left untiled: batches of up to 64 tokens fit one tile (tile=64)\n" in shown.out
+    assert "; left untiled: batches of up to 64 tokens fit in one tile (tile=64)\n" in shown.out
     assert "data     12 rows, " in shown.out
 
 

@@ -102,7 +102,7 @@ def test_layers_that_ring_attention_cannot_compute(tmp_path: Path):
         check_split(recipe_of(**values))
     BloomConfig(hidden_size=32, n_head=4, n_layer=1, vocab_size=64).save_pretrained(tmp_path)
     with pytest.raises(
-        UserError, match=r"cp_size 2 does not fit .*: .* attention \(sdpa\), which Transformers does not"
+        UserError, match=r"cp_size 2 does not support .*: .* attention \(sdpa\), which Transformers does not"
     ):
         check_split(recipe_of(**values))
     LlamaConfig(**small).save_pretrained(tmp_path)

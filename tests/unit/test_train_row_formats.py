@@ -115,7 +115,7 @@ def test_a_message_that_is_left_out_of_the_loss_is_heeded_or_refused(key: str) -
     assert COUNTED not in read(chat(ASK, {**ANSWER, key: True}), assistant_only=True)
     with pytest.raises(RowError, match="fractional loss weight"):
         read(chat(ASK, {**ANSWER, key: 0.5}), assistant_only=True)
-    with pytest.raises(RowError, match="a message of 'user' counts"):
+    with pytest.raises(RowError, match="a message of 'user' is in the loss"):
         read(chat({**ASK, key: True}, ANSWER), assistant_only=True)
 
 

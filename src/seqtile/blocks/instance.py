@@ -185,7 +185,7 @@ class Installed(ForwardStandIn):
     """Base of the tiled forwards: replaces an instance's forward, and restores the original."""
 
     most_tiles = most_tokens = 0
-    """Of any call: how many tiles it was cut into, and how many tokens it had."""
+    """Maximum tiles and tokens of any call so far."""
 
     compiled = False
     """Whether torch.compile has compiled it, without the parts in :attr:`left_out_compiled`."""

@@ -113,7 +113,7 @@ class Members:
     ) -> None:  # fmt: skip
         self.owner, self.events, self.probabilities, self.finish = owner, events, probabilities, finish
         self.stand_ins: dict[str, Callable[..., Any]] = {}
-        """What is called in each member's place."""
+        """The replacement of each member's forward."""
         for name in events:
             if name != "+" and name not in probabilities:
                 self.stand_ins[name] = _MemberCall(self._call, name)
@@ -235,7 +235,7 @@ class TiledLayer(Installed):
         self.names = [name for name in neighbours.names if name != neighbours.dropout]
         """Children of the layer that run inside the tile, in order."""
         self._events = [*neighbours.names]
-        """What the layer's forward calls, in order."""
+        """The calls of the layer's forward, in order."""
         if neighbours.closing:
             self._events.insert(-1, "+")
         self._probabilities = [name for name in neighbours.names if isinstance(getattr(layer, name), (int, float))]

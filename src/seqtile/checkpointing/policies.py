@@ -93,7 +93,7 @@ def install_checkpointing(model: nn.Module, policy: str | None, offload: bool | 
 
 
 def standing_checkpointing(model: nn.Module) -> list[Checkpointing]:
-    """What :func:`install_checkpointing` put on the modules of ``model``."""
+    """The policies that :func:`install_checkpointing` installed in ``model``."""
     return [module.__dict__[_POLICY_MARK] for module in model.modules() if _POLICY_MARK in module.__dict__]
 
 

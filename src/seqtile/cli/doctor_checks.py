@@ -23,7 +23,7 @@ BATCH, TOKENS, LAYERS = 2, 192, 2
 
 @dataclass(frozen=True)
 class Feature:
-    """What is run once: a library that it works with, arguments of :func:`seqtile.apply`, and a model with a state."""
+    """One check: the library involved, arguments of :func:`seqtile.apply`, and whether the model has a state."""
 
     library: str
     options: dict[str, Any]
@@ -44,7 +44,7 @@ FEATURES: dict[str, Feature] = {
 
 @dataclass(frozen=True)
 class FeatureResult:
-    """What came of one feature.
+    """The result of one check.
 
     Attributes:
         name: one of :data:`FEATURES`.

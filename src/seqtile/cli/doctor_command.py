@@ -81,7 +81,7 @@ def command(
 
 
 def _run_features() -> list[FeatureResult]:
-    """What came of every feature, in :data:`seqtile.cli.doctor_checks.FEATURES`'s order; prints a line for each."""
+    """Check every feature of :data:`seqtile.cli.doctor_checks.FEATURES` in order, and print a line for each."""
     import logging
 
     import torch
@@ -117,7 +117,7 @@ def _show_compat() -> None:
 
 
 def _show_axolotl(file: Path) -> None:
-    """What of seqtile an axolotl YAML will run, or why nothing."""
+    """Check whether axolotl would run seqtile with this YAML, and print why not."""
     import yaml
 
     from seqtile._errors import UserError

@@ -87,7 +87,7 @@ def _settings(recipe: Recipe) -> dict[str, Any]:
 
 
 def _describe_rows(data: Data, name: str) -> str:
-    """What the sample tells of the rows."""
+    """Summarise the sampled rows."""
     from seqtile.train.data_summary import DataSummary
 
     row_set = data.sets[name]

@@ -144,7 +144,7 @@ def _traffic(by_part: dict[str, float], link: float | None) -> str:
 
 
 def start_command(request: Request, recipe_file: str | None) -> str | None:
-    """What starts the emitted recipe on every node; under Slurm and torchrun without the last three flags.
+    """The command that starts the emitted recipe on every node; Slurm and torchrun do not need the last three flags.
 
     None for one node, and where there is no recipe.
     """

@@ -28,7 +28,7 @@ SHOWN_STEPS = 30
 
 
 class Progress:
-    """What a run is doing, on one line of the terminal: a status, then a bar. Records are printed above it.
+    """Show a run's status or progress bar on one line of the terminal, with records printed above it.
 
     On a terminal the status and the bar are drawn on stderr, and the bars of datasets and Transformers become part of
     the status. Where stderr is no terminal (a pipe, a file, ``TERM=dumb``), each status is a plain line there. Records

@@ -107,7 +107,7 @@ def _unknown(flag: str, path: str, context: Any) -> str:
 
 
 def _value(flag: str, arguments: Sequence[str]) -> str:
-    """What came with ``flag``, which may be spelled with underscores; the last one counts."""
+    """The value of ``flag``, which may be spelled with underscores; the last one counts."""
     flag_value = ""
     for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
         name, equals, value = argument.partition("=")

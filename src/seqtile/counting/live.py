@@ -44,7 +44,7 @@ class LiveSample(NamedTuple):
 
 @dataclass(frozen=True)
 class PhaseBytes:
-    """What one phase held at most, and wrote."""
+    """Peak bytes of one phase, and bytes written."""
 
     peak: int
     written: int

@@ -33,7 +33,7 @@ class LettingCompile(TorchDispatchMode):
 
 
 class Seeing:
-    """What a mode that hands operators on does at every one of them.
+    """Callback of a dispatch mode for every operator.
 
     Operators under a fake tensor mode are handed on only if that mode was entered first.
 
@@ -66,7 +66,7 @@ class Seeing:
         return result
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the operator returns."""
+        """The operator's result."""
         return func(*args, **kwargs)
 
 

@@ -27,7 +27,7 @@ def check_build_locks() -> None:
 
 
 def told(lock: Path) -> str:
-    """What is to be done about one."""
+    """The message about a stale lock."""
     return (
         f"{lock} is a stale lock: no process on this machine is building, and DeepSpeed would wait for it forever; "
         f"unless another machine is building there now, run: rm {lock}"

@@ -28,7 +28,7 @@ _DEEPSPEED = "https://github.com/deepspeedai/DeepSpeed/pull/8114"
 
 @dataclass(frozen=True)
 class Support:
-    """What is known of one kind of state under sequence parallelism.
+    """Support of one kind of state under sequence parallelism.
 
     Attributes:
         thread: the upstream issue about it.

@@ -201,7 +201,7 @@ class View:
         attributes[shape.output] = self._take
 
     def run(self, hidden_states: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
-        """What the output projection would have been given."""
+        """The input of the output projection."""
         self._hidden_states = hidden_states
         forward = type(self.view).forward
         if self._traced:
@@ -231,7 +231,7 @@ class View:
 
     @property
     def beside(self) -> tuple[Any, ...] | None:
-        """What the forward returned beside its output, attention weights left out; None if it was no tuple."""
+        """Further outputs of the forward, without attention weights; None if it returned no tuple."""
         if not isinstance(self._result, tuple):
             return None
         return tuple(None if isinstance(value, Tensor) else value for value in self._result[1:])

@@ -307,7 +307,7 @@ def rotary_by_kernel(model: nn.Module) -> int:
 
 
 def find_for(model: nn.Module, heads: Heads | None) -> tuple[list[Attention], list[Left]]:
-    """What :func:`install_heads` is to change; nothing without ``heads``.
+    """Find the attention modules that :func:`install_heads` changes; none without ``heads``.
 
     Raises:
         UserError: no attention of the model is of the known form, or none has so many key-value heads.

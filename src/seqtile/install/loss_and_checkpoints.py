@@ -29,7 +29,7 @@ from seqtile.recognise.decoder_layers import decoder_layers, states_of
 
 @dataclass(frozen=True)
 class Rest:
-    """What :func:`seqtile.apply` does besides the blocks."""
+    """The parts of :func:`seqtile.apply` besides the blocks."""
 
     options: TilingOptions
 
@@ -71,7 +71,7 @@ class Rest:
 
 
 def recomputed(states: Mapping[str, Sequence[str]]) -> str:
-    """What "attention-saved" recomputes besides MLPs, norms and projections, by kind of state, or ""."""
+    """Describe the layers with a state that "attention-saved" recomputes, or ""."""
     return "".join(
         f"; {len(layers)} layers with a state ({state}) save their input only and recompute their scan"
         for state, layers in states.items()
@@ -79,7 +79,7 @@ def recomputed(states: Mapping[str, Sequence[str]]) -> str:
 
 
 def attention_runs_twice(model: nn.Module, tokens: int) -> str:
-    """What ``checkpoint="attention-saved"`` would keep and spare, in a sentence; "" where it does not apply.
+    """Describe the cost and benefit of ``checkpoint="attention-saved"``; "" where it does not apply.
 
     It is not chosen here: whether it fits depends on the whole step, which a plan counts.
 

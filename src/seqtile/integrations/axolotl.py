@@ -36,7 +36,7 @@ LOG = get_logger(first_rank_logger("axolotl.seqtile").name)
 
 
 class SeqtileArgs(BaseModel):
-    """What the plugin adds to axolotl's configuration; axolotl merges it with its own classes."""
+    """The plugin's keys in axolotl's configuration; axolotl merges it with its own classes."""
 
     seqtile: SeqtileSettings | None = None
 
@@ -130,7 +130,7 @@ class SeqtilePlugin(BasePlugin):  # type: ignore[misc]
         self._tiled.append((weakref.ref(model), report))
 
     def add_callbacks_pre_trainer(self, cfg: Any, model: Any) -> list[Any]:
-        """What was tiled and where memory peaks, in the trainer's logs and everything that it reports to."""
+        """Add the callback that logs what was tiled and where memory peaks."""
         from seqtile.integrations.callback import TilingCallback
 
         loaded_models, self._untiled = [loaded() for loaded in self._untiled], []

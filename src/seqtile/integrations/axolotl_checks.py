@@ -102,7 +102,7 @@ def check_settings(cfg: Mapping[str, Any]) -> None:
 
 
 def fit_question(cfg: Mapping[str, Any]) -> dict[str, Any]:
-    """What a plan is asked of axolotl's run, as arguments of :func:`seqtile.fit`.
+    """Arguments of :func:`seqtile.fit` for axolotl's run.
 
     Raises:
         UserError: a run that no plan describes.

@@ -186,11 +186,11 @@ class TilingCallback(TrainerCallback):
 
 
 _OF_REFERENCE = ("blocks", *(name for name in OF_BLOCKS if name != "keep"))
-"""What the reference model is tiled with as the model is: without a backward nothing is kept for one."""
+"""Options that apply to the reference model too, which has no backward."""
 
 
 def _question_of(trainer: Trainer) -> dict[str, Any]:
-    """What a plan is asked of a trainer, as arguments of :func:`seqtile.fitting.choose_for`.
+    """Arguments of :func:`seqtile.fitting.choose_for` for a trainer.
 
     Raises:
         UserError: its step is not a supervised one.
@@ -271,7 +271,7 @@ class _Peaks:
             self.counted = False
 
     def end_of(self, phase: str) -> None:
-        """What was in use since the last call was for ``phase``; ``""`` is of no interest."""
+        """Assign the peak since the last call to ``phase``; ``""`` discards it."""
         if not self.counted:
             return
         peak = peak_bytes(self.device)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from seqtile.integrations.callback import TilingCallback
 
 CALLBACK_NAME = "seqtile"
-"""What ``--callbacks`` knows it by."""
+"""Its name for ``--callbacks``."""
 
 SHARDS = 4
 """Tiles per batch where nothing else is said, as in ms-swift's pull request 7090."""

@@ -21,7 +21,7 @@ class ScoreSource(Protocol):
     """The head behind logits that are not there yet."""
 
     def scores(self, logits: DeferredLogits, targets: Tensor, temperature: float, **options: Any) -> TokenScores:
-        """What :func:`seqtile.token_logprobs` finds."""
+        """The result of :func:`seqtile.token_logprobs`."""
 
 
 class DeferredLogits:
@@ -44,7 +44,7 @@ class DeferredLogits:
 
     @property
     def scaling(self) -> LogitScaling:
-        """What the model did: a factor, a tanh, another factor."""
+        """The model's scaling: a factor, a tanh, another factor."""
         if self.after is None:
             return LogitScaling(self.before)
         return LogitScaling(self.before * self.after, softcap=self.after)

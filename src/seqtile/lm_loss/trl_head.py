@@ -35,7 +35,7 @@ class TiledHead(Protocol):
 
 @dataclass
 class TrlHead:
-    """What TRL was told when it put its head on.
+    """TRL's settings of its head.
 
     Attributes:
         forward: the model's forward below TRL's.
@@ -71,7 +71,7 @@ class TrlHead:
         )  # fmt: skip
 
     def call(self, installed: TiledHead, args: Any, kwargs: dict[str, Any]) -> Any:
-        """What TRL's own forward returns for ``fused_lm_head=True``."""
+        """The output of TRL's own forward for ``fused_lm_head=True``."""
         from trl.trainer.utils import FusedCausalLMOutput
 
         if unknown := {*self.outputs} - {"log_probs", "entropy", "is_top1", "log_sum_sq_probs", "mean_logits"}:

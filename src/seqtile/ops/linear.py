@@ -98,7 +98,7 @@ def plain_projection(x: Tensor, projection: Projection) -> Tensor:
 
 @dataclass(frozen=True)
 class Kind:
-    """What a :class:`Projection` is, without its tensors: an autograd node may hold it."""
+    """A :class:`Projection` without its tensors, which an autograd node may hold."""
 
     packed: Packed | None
     transposed: bool

@@ -41,7 +41,7 @@ class NormFormula:
     plus_one: bool = False
 
     def plain(self, rows: Tensor, weights: Sequence[Tensor]) -> Tensor:
-        """What the module computes, in plain operators."""
+        """The module's formula in plain operators."""
         weight, bias = (*weights, None, None)[:2]
         return self.written(rows, weight, bias, self.epsilon)
 

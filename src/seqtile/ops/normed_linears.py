@@ -143,7 +143,7 @@ class NormedLinears:
         return [layer.draw(rows) for layer in self.layers] if self._draws else [None] * len(self.layers)
 
     def normed(self, x: Tensor) -> Tensor:
-        """What the layers read, ``[t, D]`` in the compute dtype."""
+        """The layers' input, ``[t, D]`` in the compute dtype."""
         return x.to(self.dtype) if self.norm is None else self.norm.forward(x, self.dtype)
 
     def add_low_rank(
@@ -157,7 +157,7 @@ class NormedLinears:
         return lows
 
     def low_rank(self, normed: Tensor, masks: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """What each adapter's ``A`` makes of the input, ``[t, rank_i]``, by one product where they are joined."""
+        """Each adapter's ``A`` times the input, ``[t, rank_i]``, by one product where they are joined."""
         if self._joined is not None:
             return self._columns(self._joined.forward(normed))
         return [

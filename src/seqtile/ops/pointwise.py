@@ -257,7 +257,7 @@ Build = Callable[[Activation], Kernel]
 
 @dataclass(frozen=True)
 class Variant:
-    """What has a kernel of its own, with a limit of recompiled variants of its own.
+    """A function with its own kernel, and its own limit of recompiled variants.
 
     Attributes:
         build: makes the kernel's body.
@@ -321,7 +321,7 @@ def _backward_kernel(act: Activation) -> Kernel:
 
 
 def _backward_in_pieces(act: Activation, gate: Tensor, up: Tensor | None, gradient: Tensor, hidden: Tensor) -> None:
-    """What the backward kernel computes, eagerly, in the same buffers and a piece of one; overwrites ``gradient``."""
+    """The backward kernel's computation, eagerly, in the same buffers and a piece of one; overwrites ``gradient``."""
     if up is None:
         for zs, dhs in pieces(gate, gradient):
             activated = act.function(zs)

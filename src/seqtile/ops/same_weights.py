@@ -23,7 +23,7 @@ from seqtile._compat import is_view, storage_key, version_of
 
 
 class _WeightMark(NamedTuple):
-    """What is remembered of a weight; neither it nor its memory is kept alive."""
+    """Identity and version of a weight; keeps neither it nor its memory alive."""
 
     identity: int
     version: int | None
@@ -77,7 +77,7 @@ class SameWeights:
                 self._marks[name] = mark._replace(version=None)
 
     def check(self, live: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """What a recompute finds, if it is the same. A weight on the meta device waits elsewhere: its owner fetches it.
+        """Check a recompute's weights against its forward's. Weights on the meta device are offloaded.
 
         Raises:
             RuntimeError: a weight came or went, is another tensor, or was modified in place.

@@ -286,7 +286,7 @@ class TileSource:
 
 
 class TileGradients:
-    """What the tiles of one backward pass produce, until ``_Save`` returns it.
+    """Gradients of one backward pass's tiles, until ``_Save`` returns them.
 
     Attributes:
         cuts: the tiles.

@@ -61,7 +61,7 @@ def in_one_sentence(config: Any) -> Iterator[None]:
 
 
 def add_masks(model: Any, ids: Tensor) -> dict[str, Tensor]:
-    """What ``DataCollatorForLanguageModeling`` gives an encoder beside ids ``[B, T]`` and labels, of full rows.
+    """Inputs of ``DataCollatorForLanguageModeling`` besides ids ``[B, T]`` and labels, for full sequences.
 
     Token types come with the tokenizers of models that know more than one.
     """

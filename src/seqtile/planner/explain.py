@@ -35,11 +35,11 @@ NOT_MODELLED = (
     "torch.compile and CUDA graphs",
     "audio and video (add their tokens to the length)",
 )
-"""What no plan knows."""
+"""What no plan includes."""
 
 
 def not_modelled(request: Request, estimate: Estimate) -> list[str]:
-    """What this plan does not know, in sentences."""
+    """What this plan does not include."""
     lacks = list(NOT_MODELLED)
     if estimate.square:
         lacks.append(
@@ -118,7 +118,7 @@ def next_step(planner: Planner, longest: int) -> NextSetting | None:
 
 
 def proposals(planner: Planner) -> list[Technique]:
-    """What the request has not turned on, in the order in which it is tried: cheap in time first."""
+    """Techniques that the request does not use, cheapest in time first."""
     request = planner.request
     options = request.options
     untouched = options.blocks == "auto" and options.heads is None
@@ -149,7 +149,7 @@ def proposals(planner: Planner) -> list[Technique]:
 
 
 def explain(planner: Planner, estimate: Estimate) -> list[str]:
-    """Why each setting is what it is, one sentence each."""
+    """The reason for each setting, one sentence each."""
     request, setup = planner.request, planner.resolved(estimate.tokens)
     options = request.options
     terms = estimate.terms
@@ -192,7 +192,7 @@ def explain(planner: Planner, estimate: Estimate) -> list[str]:
 
 
 def recipe_lacks(request: Request) -> list[str]:
-    """What was planned and no recipe key sets."""
+    """Planned settings without a recipe key."""
     lacks: list[str] = []
     if request.options.loss is None:
         lacks.append("the loss over whole logits (the trainer's own head runs in tiles)")

@@ -26,7 +26,7 @@ Points = Mapping[int, Mapping[Phase, Terms]]
 
 @dataclass(frozen=True)
 class Lines:
-    """What each part of a step of the whole model holds, by tokens and the share of kept tiles.
+    """Memory of each phase of the whole model's step, by tokens and the share of kept tiles.
 
     Attributes:
         points: by length what a fake run's parts held.
@@ -97,7 +97,7 @@ def fit_for(config: Any, setup: Setup, depths: Depths, tokens: int, workspace: W
 
 
 def with_kept_tiles(setup: Setup, fit: Callable[[Setup], Lines]) -> Lines:
-    """What ``fit`` finds for a resolved setup; where some tiles are kept, for none and for all of them."""
+    """The result of ``fit`` for a resolved setup; where some tiles are kept, for none and for all of them."""
     if not 0 < float(setup.options.keep) < 1:
         return fit(setup)
     lines = fit(changed(setup, keep=0.0))
@@ -134,7 +134,7 @@ class Prediction:
 
 
 def predict(config: Any, setup: Setup, tokens: int, *, workspace: Workspace | None, device_type: str) -> Prediction:
-    """What a step of ``tokens`` tokens holds, part by part, in a few seconds.
+    """The memory of a step of ``tokens`` tokens by phase, in a few seconds.
 
     Args:
         config: Transformers' configuration of the whole model.

@@ -277,14 +277,14 @@ def prepare_optimizer(optimizer: Any, weights: Sequence[Tensor]) -> None:
 
 
 def update(optimizer: Any, weights: Sequence[Tensor]) -> None:
-    """What trainers do after a backward: clip the gradient's norm, step, forget the gradients."""
+    """The end of a trainer's step: clip the gradient's norm, step, zero the gradients."""
     nn.utils.clip_grad_norm_(weights, 1.0, foreach=True)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
 
 
 def make_batch(model: Any, setup: Setup, tokens: int, device: torch.device) -> dict[str, Tensor]:
-    """What the model is given: ``input_ids`` and ``labels`` ``[B, T]``, as the kind of step changes them."""
+    """The model's inputs: ``input_ids`` and ``labels`` ``[B, T]``, as the kind of step changes them."""
     ids = torch.zeros(setup.batch, tokens, dtype=torch.long, device=device)
     batch = {"input_ids": ids, "labels": ids}
     causal = causal_model(model)

@@ -8,7 +8,7 @@ from seqtile.planner.layer_structure import Counts
 from seqtile.planner.request import Request
 
 PEAK_TFLOPS = 989.0
-"""Of the H100 that the rates below were measured on, on paper (one NVIDIA H100 80GB HBM3, torch 2.11, bf16)."""
+"""Nominal TFLOPS of the H100 that the rates below were measured on (one NVIDIA H100 80GB HBM3, torch 2.11, bf16)."""
 
 PRODUCTS_TFLOPS, ATTENTION_TFLOPS, COPIED_PER_SECOND = 764.0, 565.0, 2.993e12
 """Large products; cuDNN's causal attention (606 to 625 forward, 515 to 573 backward); bytes read and written."""

@@ -37,7 +37,7 @@ GENERATION = Phase("generation")
 SCORING = Phase("reference's log-probabilities")
 
 CLIP = 0.2
-"""Of the ratio, which moves no byte."""
+"""Clip range of the ratio, which does not affect memory."""
 
 
 def make_rollouts(rollouts: Rollouts, tokens: int, device: torch.device) -> dict[str, Tensor]:
@@ -82,7 +82,7 @@ def row_cache(request: Request, counts: Counts, tokens: int) -> float:
 
 
 def generator_weights(request: Request, counts: Counts) -> float:
-    """Of an inference engine of its own: the whole model in bf16, or in 4 bits where the policy is."""
+    """Weights of a separate inference engine: the whole model in bf16, or in 4 bits where the policy is."""
     adapters = counts.trained if request.lora is not None else 0
     packed = counts.matrices - adapters if request.qlora else 0
     size = 4.0 if request.precision == "float32" else 2.0

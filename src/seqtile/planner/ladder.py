@@ -58,7 +58,7 @@ class Rung:
 
     @property
     def checkpoint(self) -> str | None:
-        """What activation checkpoints keep, as in :class:`seqtile.options.TilingOptions`."""
+        """``checkpoint`` of :class:`seqtile.options.TilingOptions`."""
         return next(
             (technique.changes["checkpoint"] for technique in self.techniques if "checkpoint" in technique.changes),
             None,
@@ -97,7 +97,7 @@ LADDER = (
 
 @dataclass(frozen=True)
 class Chosen:
-    """What :func:`choose_rung` found.
+    """The result of :func:`choose_rung`.
 
     Attributes:
         settings: the choice; tiles are numbers of tokens, but for a rule that is given and for ``tile="auto"`` where it
@@ -211,7 +211,7 @@ def would_avoid(request: Request, settings: TilingOptions, tokens: int, short: i
 
 
 def changes(settings: TilingOptions, changed_settings: TilingOptions) -> str:
-    """What is set otherwise, as keys and values of a recipe."""
+    """The differences, as keys and values of a recipe."""
     keys = []
     for name in CHOSEN:
         value = getattr(changed_settings, name)

@@ -89,7 +89,7 @@ class Depths:
         return max(self.kinds.index(kind) for kind in self.kinds) + 1
 
     def whole_model(self, runs: Sequence[Mapping[Phase, Mapping[str, float]]]) -> dict[Phase, Mapping[str, float]]:
-        """What each part of the whole model's step holds, from a run of each sample.
+        """Memory of each phase of the whole model's step, from a run of each sample.
 
         Of the decoder layers the first, the second and the last of each kind have an entry: what a part holds grows
         or falls from layer to layer, and nothing comes before the first one.
@@ -282,7 +282,7 @@ def first_layers(config: Any, layers: int) -> Any:
 
 
 def _by_layer(text: Any) -> list[tuple[str, Any]]:
-    """What the configuration of a language model says layer by layer: fields and properties with an entry for each."""
+    """Per-layer fields and properties of a language model's configuration."""
     # Not the properties that every configuration has: reading some of them warns.
     classes = [base for base in type(text).__mro__ if not issubclass(PretrainedConfig, base)]
     properties = (name for base in classes for name, value in vars(base).items() if isinstance(value, property))

@@ -33,7 +33,7 @@ PHASES = ("forward", "loss", "backward", "optimiser")
 
 @dataclass(frozen=True)
 class MeasuredSide:
-    """What one way of running the step held.
+    """The memory of the tiled or the untiled step.
 
     Attributes:
         name: ``"tiled"`` or ``"untiled"``.
@@ -215,7 +215,7 @@ def _track_side(
 
 
 _OUTSIDE = (Phase(REST), Phase(WEIGHTS), Phase(OPTIMIZER))
-"""What runs before the step and after it."""
+"""Phases before and after the step."""
 
 
 def _stage(phase: Phase) -> str:

@@ -75,7 +75,7 @@ class _Peak(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """What a step holds.
+    """The memory of a step.
 
     Attributes:
         peaks: by bound.
@@ -155,7 +155,7 @@ class Planner:
         self._lines += [fit for fit in planner._lines if id(fit[2]) not in present]
 
     def notes(self) -> list[str]:
-        """What else is to be noted of this plan, in sentences."""
+        """Notes of this plan."""
         request = self.request
         silent_towers = [name for name in towers_of(request.config) if name != "vision" or request.pictures is None]
         return [
@@ -188,7 +188,7 @@ class Planner:
         return resolve_tiles(changed(self.setup, loss_tile=head, keep=keep), rows, tile)
 
     def lines(self, tokens: int) -> Lines:
-        """What the step holds by tokens per rank, from fake runs with about the tiles of ``tokens``."""
+        """The step's memory over tokens per rank, from fake runs with about the tiles of ``tokens``."""
         return with_kept_tiles(self.resolved(tokens), lambda resolved: self._fit(resolved, self.local(tokens)))
 
     def _fit(self, resolved: Setup, local: int) -> Lines:
@@ -238,7 +238,7 @@ class Planner:
         )
 
     def _step(self, tokens: int, lines: Lines) -> _Step:
-        """What a step of ``tokens`` tokens holds at its peaks, and its checkpoints."""
+        """Memory of a step of ``tokens`` tokens at its peaks, and of its checkpoints."""
         request, local = self.request, self.local(tokens)
         parts: dict[Phase, Mapping[str, float]] = {**lines.at(local, keep=float(self.resolved(tokens).options.keep))}
         kept = {name: max(terms.get(name, 0.0) for terms in parts.values()) for name in (CHECKPOINTS, KEPT)}
@@ -520,7 +520,7 @@ def plan(request: Request, max_length: int | None = None) -> tuple[Planner, Esti
 
 
 def why_nothing_fits(request: Request, short: Estimate, limit: str) -> str:
-    """What to say where no length fits, from what :func:`plan` returns."""
+    """The error where no length fits, from the result of :func:`plan`."""
     return (
         f"{request.model!r} does not fit on {request.gpus} x {request.device.name} at any length: it needs "
         f"{short.device.expected / 2**30:.1f} GiB of {request.device.memory / 2**30:.1f} GiB for a few tokens, most "
@@ -553,7 +553,7 @@ def longest_by_split(planner: Planner) -> dict[int, int]:
 
 
 def _checkpoint_notes(config: Any, qlora: bool) -> list[str]:
-    """What is to be said of weights that the model's files hold in a quantised form."""
+    """A note on quantized checkpoints."""
     quantised = getattr(config, "quantization_config", None)
     if not quantised or qlora:
         return []

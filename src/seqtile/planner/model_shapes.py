@@ -41,7 +41,7 @@ NAMED_POSITIONS = {
 
 
 def beyond_positions(model: str, tokens: int) -> list[str]:
-    """What is to be said of rows of ``tokens`` tokens of a named shape, which has no limit itself."""
+    """A note on sequences beyond the positions of a named shape, which has no limit itself."""
     positions, rope_type, factor = NAMED_POSITIONS.get(model, (tokens, "", 1))
     if tokens <= positions:
         return []
@@ -102,7 +102,7 @@ def read_config(model: str, trust_remote_code: bool = False) -> Any:
 
 
 def towers_of(config: Any) -> list[str]:
-    """What a model reads beside text: ``"vision"`` and ``"audio"``."""
+    """A model's towers: ``"vision"`` and ``"audio"``."""
     return [name for name in ("vision", "audio") if getattr(config, f"{name}_config", None) is not None]
 
 

@@ -165,7 +165,7 @@ def known_grids(model: nn.Module, tokens: int, *, whole: bool) -> Iterator[None]
 
 
 class _PicturePlaces(TorchDispatchMode):
-    """What a mask of the tokens that are pictures selects: as many rows as there are such tokens."""
+    """The rows that a mask of image tokens selects."""
 
     def __init__(self, tokens: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -104,7 +104,7 @@ class Request:
         return self.engine in SHARDED
 
     def combination(self, max_length: int | None = None, model: ModelFacts | None = None) -> Combination:
-        """What :data:`seqtile.rules.RULES` look at."""
+        """The input of :data:`seqtile.rules.RULES`."""
         return Combination(
             options=self.options, engine=self.engine, processes=self.gpus, nodes=self.nodes, sp_size=self.sp_size,
             cp_size=self.cp_size, engine_offload=self.engine_offload, adapters=self.lora is not None,
@@ -113,7 +113,7 @@ class Request:
         )  # fmt: skip
 
     def rollouts(self) -> Rollouts | None:
-        """What one rank's steps of GRPO are given; None for a supervised step."""
+        """The rollouts of one rank's GRPO steps; None for a supervised step."""
         if self.grpo is None:
             return None
         return Rollouts(self.batch * self.accumulation, self.grpo.numbers, self.grpo.reference)

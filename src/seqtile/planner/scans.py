@@ -212,7 +212,7 @@ def _bytes(count: int) -> Tensor:
 
 @dataclass(frozen=True)
 class _Line:
-    """What a loop holds by its tokens, from its runs at the outer two of :data:`TURNS`."""
+    """Memory of a loop over its tokens, from its runs at the outer two of :data:`TURNS`."""
 
     lengths: tuple[int, int]
     ends: tuple[ScanBytes, ScanBytes]

@@ -127,7 +127,7 @@ def on_device(request: Request, counts: Counts, terms: Mapping[str, float], phas
 
 
 def _ulysses(request: Request, counts: Counts, tokens: float, phase: Phase) -> float:
-    """What scattered heads and gathered sequences hold beside a rank's own ``tokens``, in bytes.
+    """Bytes of scattered heads and gathered sequences beside a rank's own ``tokens``.
 
     Source: deepspeed/runtime/sequence_parallel/ulysses_sp.py, DeepSpeed 0.19.8.
     """

@@ -63,7 +63,7 @@ class Grpo:
 
 @dataclass(frozen=True)
 class Rollouts:
-    """What generation and scoring leave for the steps of an update.
+    """Tensors that generation and scoring leave for the steps of an update.
 
     Attributes:
         rows: completions with their prompts, of all micro-batches of one rank.
@@ -96,7 +96,7 @@ class Pictures:
 
     @property
     def tokens(self) -> int:
-        """Of each row, those that are pictures."""
+        """Image tokens of each sequence."""
         return self.count * self.each
 
 
@@ -143,7 +143,7 @@ class Setup:
 
     @property
     def picture_tokens(self) -> int:
-        """Of a batch, the tokens that are pictures."""
+        """Image tokens of a batch."""
         return 0 if self.pictures is None else self.batch * self.pictures.tokens
 
 

@@ -78,9 +78,9 @@ class StepKind:
         """Add to ``terms`` what is on one rank's device beside a part of the step."""
 
     def notes(self, request: Request, counts: Counts, states: Mapping[str, Sequence[str]]) -> list[str]:
-        """What the plan notes, in sentences; ``states`` has the layers with a state by their kind."""
+        """Notes of the plan; ``states`` has the layers with a state by their kind."""
         return []
 
     def not_modelled(self, request: Request) -> list[str]:
-        """What the plan does not know of this kind."""
+        """What the plan does not include for this kind."""
         return []

@@ -11,7 +11,7 @@ from seqtile.planner.phases import Phase
 
 @dataclass(frozen=True)
 class StepRun:
-    """What one step held, part by part.
+    """The memory of one step, by phase.
 
     Attributes:
         layers: number of decoder layers.

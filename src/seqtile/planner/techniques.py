@@ -40,7 +40,7 @@ class Technique:
         return changed(request, **changes)
 
     def flags_for(self, request: Request) -> str:
-        """What turns it on for ``request``, as flags of the command line."""
+        """The command-line flags that turn it on for ``request``."""
         if not {"offload", "engine_offload"} & self.changes.keys():
             return self.flags
         on = self.on(request)

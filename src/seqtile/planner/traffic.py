@@ -51,7 +51,7 @@ def bytes_inside_a_node(request: Request, counts: Counts, tokens: int) -> dict[s
 
 
 def _weights_and_gradients(request: Request, counts: Counts) -> dict[str, float]:
-    """What a step puts on each link of the ring of all ranks."""
+    """Bytes of a step on each link of the ring of all ranks."""
     size, ranks = float(request.setup().dtype.itemsize), request.gpus
     sent_fraction, batches = (ranks - 1) / ranks, request.accumulation
     if request.engine == "ddp":
@@ -70,7 +70,7 @@ def _weights_and_gradients(request: Request, counts: Counts) -> dict[str, float]
 
 
 def _of_a_ring(request: Request, counts: Counts, tokens: int) -> dict[str, float]:
-    """What ring attention puts on each link between neighbours."""
+    """Bytes of ring attention on each link between neighbours."""
     keys, turns = 2.0 * counts.key_heads * counts.head_width, request.cp_size - 1
     rows, size = _rows(request, counts, tokens), float(request.setup().dtype.itemsize)
     return {
@@ -80,7 +80,7 @@ def _of_a_ring(request: Request, counts: Counts, tokens: int) -> dict[str, float
 
 
 def _exchanged(request: Request, counts: Counts, tokens: int) -> float:
-    """What each rank has of queries, keys, values and outputs in Ulysses' exchanges, its own part included."""
+    """Bytes of each rank's queries, keys, values and outputs in Ulysses' exchanges, its own part included."""
     width = (2 * counts.heads + 2 * max(counts.key_heads, request.sp_size)) * counts.head_width
     return _rows(request, counts, tokens) * width * request.setup().dtype.itemsize * _passes(request)
 

@@ -47,7 +47,7 @@ _PREDICTION_CLASS = re.compile(r"(MTP|Mtp|NextN|MultiTokenPrediction)(Layer|Bloc
 
 @dataclass(frozen=True)
 class Mixer:
-    """What lets a token read the tokens before it.
+    """A mixer: how a token reads the tokens before it.
 
     Attributes:
         name: name inside its decoder layer.

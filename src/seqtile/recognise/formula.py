@@ -164,7 +164,7 @@ def norm_of(chain: Chain, graph: Graph, tracer: Tracer) -> NormFormula | None:
 
 
 def _norms(module: nn.Module) -> Iterator[NormFormula]:
-    """What a norm may compute: each way to write one, with each small number that it has."""
+    """Norm formulas: each way to write one, with each epsilon that it has."""
     shapes = [weight.dim() for _, weight in named_weights(module)]
     if len(shapes) > 2 or any(dim != 1 for dim in shapes) or next(module.children(), None) is not None:
         return

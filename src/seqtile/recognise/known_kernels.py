@@ -241,4 +241,4 @@ _TWINS: Mapping[str, Callable[[Any], nn.Module | None]] = {
     "bitsandbytes.nn.modules.Linear4bit.forward": _four_bits,
     "bitsandbytes.nn.modules.Linear8bitLt.forward": _eight_bits,
 }
-"""What makes the twin of a module, by the name of the function that is its forward."""
+"""Functions that build a module's twin, by the name of its forward function."""

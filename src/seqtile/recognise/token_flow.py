@@ -22,12 +22,12 @@ from seqtile.recognise.sizes import SIZES, NotPerToken, Untraceable, axes_in
 MIXED = "one token's output depends on other tokens"
 
 Atoms = tuple[str | int, ...]
-"""What is in a dimension with tokens: axes, and sizes of features flattened with them; ``()`` for features alone."""
+"""Contents of a dimension with tokens: axes, and sizes of features flattened with them; ``()`` for features alone."""
 
 
 @dataclass(frozen=True)
 class Flow:
-    """What is known of one tensor of a trace.
+    """State of one tensor of a trace.
 
     Attributes:
         dims: what is in each of its dimensions.
@@ -112,14 +112,14 @@ class Call:
         return tensors_in(self.args.values())[0]
 
     def flows(self, *names: str) -> list[Flow]:
-        """What is known of the tensors in these arguments, or in all."""
+        """States of the tensors in these arguments, or in all."""
         return [self.flow(tensor) for tensor in tensors_in(self.args[name] for name in names or self.args)]
 
     def mixes(self, how: str) -> NotPerToken:
         return NotPerToken(f"{MIXED}: {self.name} {how}")
 
     def dims(self, out: Tensor) -> tuple[Atoms, ...]:
-        """What is in each dimension of an output, by its sizes; as in the inputs where two orders are possible."""
+        """Contents of each dimension of an output, by its sizes; as in the inputs where two orders are possible."""
         dims: list[Atoms] = []
         for size in out.shape:
             axes = axes_in(size)

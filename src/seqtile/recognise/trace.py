@@ -96,7 +96,7 @@ class Tracer:
         self._expressions, self._mode = Expressions(), FakeTensorMode()
 
     def judge(self, function: Function) -> Graph:
-        """What ``function`` computes, if it treats every token by itself and changes nothing.
+        """Trace what ``function`` computes, if it is position-wise and has no side effects.
 
         Raises:
             NotPerToken: it does not.

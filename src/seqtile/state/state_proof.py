@@ -41,7 +41,7 @@ TOLERANCE = {True: 3e-2, False: 1e-3}
 whatever the weights are."""
 
 TELLS = 3.0
-"""What leaving a state out does to the states at the end is to be at least this many times their error."""
+"""Dropping a state must change the final states by at least this many times their error."""
 
 LEAST = 0.1
 """Part of the tolerance that a state may be off after tiles however little the state before them does to it."""
@@ -51,7 +51,7 @@ SMALL = 1e-3
 
 
 class StateProofs:
-    """What is known of the layers of one model, by what they are and how they run."""
+    """Cached proofs of one model's layers, by their structure and settings."""
 
     def __init__(self) -> None:
         self._known: dict[Any, str] = {}

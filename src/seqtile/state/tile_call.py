@@ -113,7 +113,7 @@ class TileCall:
 
     @property
     def states(self) -> list[str]:
-        """What the states are that a tile left, in the order in which they are handed on."""
+        """The states that a tile left, in the order in which they are passed on."""
         return [f"{name} state" + f" {number}" * bool(number) for name, number in self._keys]
 
     def run(self, module: nn.Module, tiles: Sequence[Tensor], state: State) -> tuple[Any, State]:

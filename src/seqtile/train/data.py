@@ -19,7 +19,7 @@ BUILDERS = {
     ".jsonl": "json", ".json": "json", ".ndjson": "json", ".parquet": "parquet", ".csv": "csv", ".tsv": "csv",
     ".arrow": "arrow",
 }  # fmt: skip
-"""What reads a file of rows, by its ending."""
+"""Readers of row files, by suffix."""
 
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 
@@ -152,7 +152,7 @@ def processes_for(rows: int) -> int | None:
 
 
 def reason_of(error: BaseException) -> str:
-    """What a library raised, in one line."""
+    """Describe a library's error in one line."""
     text = str(error.__cause__ or error).split("\nExample")[0]
     return " ".join(text.split())[:600] or type(error).__name__
 

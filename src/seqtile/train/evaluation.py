@@ -42,7 +42,7 @@ class Evaluated:
 
     @contextmanager
     def split(self, batch: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """What this rank is to run of a batch [rows, tokens], without the labels of rows that only fill it up."""
+        """This rank's part of a batch [rows, tokens], without the labels of padding rows."""
         self._count = self._rows_that_count()
         for name in {"labels", "shift_labels"} & batch.keys():
             batch[name][self._count :] = IGNORED

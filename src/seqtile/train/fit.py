@@ -68,7 +68,7 @@ def can_offload() -> bool:
 
 
 def request_of(recipe: Recipe, memory: int | None = None, nodes: int = 1) -> Request:
-    """What a plan is asked of ``recipe``.
+    """Build the plan's request for ``recipe``.
 
     Args:
         recipe: resolved.

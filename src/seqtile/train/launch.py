@@ -144,7 +144,7 @@ def launch_check(recipe: Recipe, worker: str) -> VerifyResult:
 
 
 def engine_environment(recipe: Recipe) -> dict[str, str]:
-    """What accelerate reads of the engine, as ``accelerate launch`` would set it from ``examples/accelerate``."""
+    """Environment variables of the engine, as ``accelerate launch`` sets them from ``examples/accelerate``."""
     offloaded = recipe.engine_offload
     if recipe.engine == "fsdp2":
         return {
@@ -295,7 +295,7 @@ def run_ranks(
 
 
 def _first_failure(failures: Mapping[int, ProcessFailure], asked: int | None, output: Path) -> BaseException:
-    """What to raise for the process that failed first.
+    """The error to raise for the process that failed first.
 
     Others fail when the connection to it breaks, or are ended by the agent, in the same second.
     """

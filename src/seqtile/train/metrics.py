@@ -15,14 +15,14 @@ from seqtile.train.atomic_files import write_whole
 
 METRICS_FILE = "metrics.jsonl"
 LOGS = ("loss", "learning_rate", "grad_norm", "mean_token_accuracy", "entropy", "eval_loss", "eval_mean_token_accuracy")
-"""What is taken from the trainer's log as it is."""
+"""Entries copied from the trainer's log."""
 
 
 class Display(Protocol):
     """Who shows how a run goes on; called on the first rank only."""
 
     def stage(self, text: str) -> None:
-        """What is being done from here on, until the next call."""
+        """Show the current stage until the next call."""
 
     def begin(self, step: int, steps: int) -> None:
         """Training starts after ``step`` of ``steps`` steps."""

@@ -134,7 +134,7 @@ def find_place(error: BaseException, model: nn.Module, whereabouts: Whereabouts 
 
 
 def _frames(error: BaseException) -> Iterator[FrameType]:
-    """Of the traceback, outermost first."""
+    """Frames of the traceback, outermost first."""
     traceback = error.__traceback__
     while traceback is not None:
         yield traceback.tb_frame
@@ -206,7 +206,7 @@ def _add_label(labels: dict[int, tuple[str, str]], value: Any, category: str, na
 
 
 def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
-    """What holds the numbers of ``tensor`` on this rank; None for those that hold none."""
+    """The storage of ``tensor`` on this rank, or None."""
     try:
         return local_part(tensor).untyped_storage()
     except (RuntimeError, NotImplementedError):

@@ -77,7 +77,7 @@ def join_launch(recipe: Recipe) -> Recipe:
 
 
 def prepare_on_cpu(recipe: Recipe) -> None:
-    """What accelerate arranges on accelerators only; call it between the trainer's arguments and the trainer.
+    """Set up what accelerate does on accelerators only; call it between the trainer's arguments and the trainer.
 
     ``AcceleratorState`` turns several processes into FSDP on accelerators, and on the CPU trains plain DDP without a
     word: so the type that it finds is set to one that it turns. ``PartialState`` starts DeepSpeed's own communication

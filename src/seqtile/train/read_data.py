@@ -28,7 +28,7 @@ logger = first_rank_logger(__name__)
 
 
 class Data(NamedTuple):
-    """What a run trains and evaluates on.
+    """The training and evaluation data of a run.
 
     Attributes:
         arguments: the trainer's.

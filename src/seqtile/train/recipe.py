@@ -101,7 +101,7 @@ OTHER_NAMES = {
     "device": "memory gpu accelerator vram gpu_memory", "host-memory": "ram cpu_memory host_ram",
     "dtype": "precision bf16 fp16 torch_dtype mixed_precision",
 }  # fmt: skip
-"""What other programs call our flags and keys; some are of one command."""
+"""Other programs' names of flags and keys; some belong to one command only."""
 
 NAMED_MODEL_KEYS = {
     "trust_remote_code": "trust_remote_code",
@@ -402,7 +402,7 @@ class Recipe(CheckedModel):
 
     @property
     def combination(self) -> Combination:
-        """What :data:`seqtile.rules.RULES` look at."""
+        """The input of :data:`seqtile.rules.RULES`."""
         offloads = bool(self.trainer.get("activation_offloading"))
         return Combination(
             options=self.options, engine=self.engine, processes=self.nproc, sp_size=self.sp_size, cp_size=self.cp_size,
@@ -510,7 +510,7 @@ RECIPE_RULES: tuple[tuple[Callable[[Recipe], object], str], ...] = (
     (lambda r: r.on_oom == "retry" and (r.trainer.get("auto_find_batch_size") or r.trainer.get("save_only_model")),
      "on_oom 'retry' does not support trainer.auto_find_batch_size and save_only_model; drop one"),
 )  # fmt: skip
-"""What excludes each other in a recipe alone; :data:`seqtile.rules.RULES` has the rest."""
+"""Recipe keys that exclude each other; :data:`seqtile.rules.RULES` has the other rules."""
 
 
 def resolve(recipe: Recipe) -> Recipe:

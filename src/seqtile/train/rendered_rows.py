@@ -203,7 +203,7 @@ def _mask_messages(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _compare_chat(row: Mapping[str, Any], row_format: RowFormat, tokens: Tokens, tokenizer: Any) -> list[str]:
-    """What the template changes of a row.
+    """Describe what the template changes in a row.
 
     Raises:
         ValueError: it leaves a message out, or one that should count does not.

@@ -31,7 +31,7 @@ DPI = 120
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run did.
+    """The outcome of a run.
 
     Attributes:
         recipe: the resolved recipe, as saved beside the result.

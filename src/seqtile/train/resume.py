@@ -37,10 +37,10 @@ MAY_CHANGE = (
     "fit",
     "on_oom",
 )
-"""What a resumed run may set otherwise: the length, what is written, and how it is computed, not what is learnt."""
+"""Keys that a resumed run may change: the length, outputs, and how it is computed, but not what is learned."""
 
 PROCESSES = ("nproc", "cp_size", "gradient_accumulation")
-"""What it may set otherwise together, under :data:`ANY_NUMBER`, as long as a step has as many rows."""
+"""Keys that may change together, under :data:`ANY_NUMBER`, if a step keeps its number of rows."""
 
 ANY_NUMBER = ("ddp", "fsdp2")
 """Engines whose checkpoints any number of processes can read: all of it on each, or shards that know their place."""
@@ -136,7 +136,7 @@ def _on_other_processes(recipe: Recipe, saved: Recipe, changes: dict[str, Any]) 
 
 
 def describe_run(recipe: Recipe, trainer: Any) -> dict[str, Any]:
-    """What a checkpoint's mark says of its run: the data, the frozen weights, the versions, the tiles.
+    """Compare a checkpoint's mark with this run: data, frozen weights, versions, tiles.
 
     Cost: a digest of 64 rows evenly spaced, and of 16 elements of each frozen weight.
     """
@@ -227,7 +227,7 @@ def digest_rows(rows: Any) -> str:
 
 
 def _column_bytes(column: Any) -> bytes:
-    """What a one-row column holds; lists of numbers without a detour over Python's."""
+    """The value of a one-row column; lists of numbers without a detour over Python's."""
     import pyarrow  # type: ignore[import-untyped]
 
     if pyarrow.types.is_list(column.type) and pyarrow.types.is_integer(column.type.value_type):

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 logger = first_rank_logger(__name__)
 
 MOST_RETRIES = 8
-"""Of one run; the settings come to their end before, unless the rows grow."""
+"""Maximum per run; settings are exhausted earlier, unless sequences grow."""
 
 
 class OutOfMemory(RunError):
@@ -56,7 +56,7 @@ class OutOfMemory(RunError):
 
 
 def next_retry(recipe: Recipe, location: Place, done: int) -> dict[str, Any] | None:
-    """What to go on with: where it failed and the recipe's keys that change; None where nothing smaller is left."""
+    """The next attempt: where it failed and the recipe keys that change; None where nothing smaller is left."""
     if recipe.on_oom != "retry" or not location.phase or done >= MOST_RETRIES:
         return None
     failed = current = _failed_settings(recipe, location)
@@ -71,7 +71,7 @@ def next_retry(recipe: Recipe, location: Place, done: int) -> dict[str, Any] | N
 
 
 def _failed_settings(recipe: Recipe, location: Place) -> Any:
-    """What the failed micro-batch ran with, as numbers."""
+    """The numeric settings of the failed micro-batch."""
     tokens = location.tokens or recipe.max_length * recipe.batch_size
     settings = settings_of(recipe, location.tile or tokens)
     tile = min(settings.tile, tokens) if isinstance(settings.tile, int) else settings.tile
@@ -98,7 +98,7 @@ class StepWatch:
 
     @property
     def retries(self) -> list[dict[str, Any]]:
-        """What the run has gone on with, in order; every checkpoint's mark has it."""
+        """The retries of the run, in order; every checkpoint's mark has them."""
         return list(self._trainer.run.get("retries", []))
 
     @property
@@ -147,7 +147,7 @@ class StepWatch:
         return replace(location, tokens=tokens, tile=self._tile(tokens), rank=rank)
 
     def end(self, error: BaseException) -> OutOfMemory:
-        """What to raise in the place of ``error``: everything that is known of it, and what to go on with."""
+        """The error to raise in place of ``error``, with its description and the next attempt."""
         trainer, location = self._trainer, self.find(error)
         retry = next_retry(self.recipe, location, len(self.retries))
         memory, _ = device_memory(trainer.model)
@@ -199,7 +199,7 @@ def release() -> None:
 
 
 def _remember(trainer: Any) -> dict[str, Any]:
-    """What a step changes before its optimiser: random numbers, and the trainer's sums of this step."""
+    """State that a step changes before its optimizer: random numbers, and the trainer's sums."""
     import numpy
 
     device = torch.get_device_module().get_rng_state() if torch.accelerator.is_available() else None
@@ -240,7 +240,7 @@ def explain_out_of_memory(
 
 
 def _by_plan(recipe: Recipe, location: Place) -> list[str]:
-    """What the plan says of the recipe, and which setting would have been enough."""
+    """The plan of the recipe, and the setting that would have been enough."""
     tokens = -(-max(location.tokens, recipe.max_length * recipe.batch_size) // recipe.batch_size)
     from seqtile.planner.memory_plan import Planner
 

@@ -86,7 +86,7 @@ class RowFormat:
 
     @property
     def advice(self) -> str:
-        """What follows a summary: the setting that has prompts trained, or not trained."""
+        """Hint after a summary: the setting that includes or excludes prompts."""
         if self.trains_prompts is None:
             return ""
         setting = "assistant_only_loss" if self.is_chat else "completion_only_loss"

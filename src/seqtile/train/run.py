@@ -278,7 +278,7 @@ def _build(recipe: Recipe, output: Path, start: Path | None, display: Display) -
     if recipe.loss_tile:
         find_causal_lms(model)  # before the trainer is built, which takes longer
     prepare_on_cpu(recipe)
-    display.stage(f"reading {recipe.dataset}" if stream else f"tokenising {len(sets['train'].rows):,} rows")
+    display.stage(f"reading {recipe.dataset}" if stream else f"tokenizing {len(sets['train'].rows):,} rows")
     trainer = _trainer(model, data, tokenizer, adapter_config(recipe.lora, model, frozen))
     if stream is not None:
         logger.info("data: streaming, in the dataset's order%s", sets["train"].row_format.advice)

@@ -57,7 +57,7 @@ LEFT_BY_A_RUN = (
     "checkpoint-*", f"{SET_ASIDE}*", "report", "*.safetensors", "*.safetensors.index.json", "*.bin", "*.json",
     "*.jinja", "*.txt", "README.md", "metrics.jsonl", RECIPE_FILE,
 )  # fmt: skip
-"""What ``--overwrite`` removes; the recipe, which allows it, at last."""
+"""Files that ``--overwrite`` removes; the recipe, which allows it, last."""
 
 _NAME = re.compile(r"checkpoint-([0-9]+)")
 _PIECE = 1 << 20
@@ -71,7 +71,7 @@ _GB = 10**9
 
 @dataclass(frozen=True)
 class CheckpointMark:
-    """What a checkpoint was when it was whole.
+    """The contents of a complete checkpoint.
 
     Attributes:
         step: optimiser steps done.
@@ -125,7 +125,7 @@ def read_mark(folder: Path) -> CheckpointMark | None:
 
 
 def why_not_whole(folder: Path, *, digests: bool = True) -> str:
-    """What speaks against resuming from this checkpoint, in a few words; empty if it is whole.
+    """Why this checkpoint cannot be resumed from; empty if it is complete.
 
     Args:
         folder: the checkpoint.
@@ -156,7 +156,7 @@ def why_not_whole(folder: Path, *, digests: bool = True) -> str:
 
 
 def why_not_readable(folder: Path) -> str:
-    """What speaks against a checkpoint without a mark: whether each file ends where its own format says."""
+    """Check a checkpoint without a mark: whether each file ends where its format says."""
     import safetensors
 
     if not (folder / TRAINER_STATE).is_file():
@@ -361,7 +361,7 @@ def _problem_of_pickle(path: Path) -> str:
 
 
 def _pickles_of_shards(folder: Path, metadata: Any) -> Iterator[bytes | None]:
-    """What PyTorch's distributed checkpoints load whole: everything that is no tensor."""
+    """The pickles of PyTorch's distributed checkpoints: everything but tensors."""
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     from seqtile._compat import pickle_of
@@ -439,7 +439,7 @@ class RunLock:
                 self._remove_stale()
 
     def _remove_stale(self) -> None:
-        """Of two runs that find the same stale lock, the second may meet the first one's new lock here."""
+        """Remove a stale lock; of two runs that found the same one, the second may meet the first one's lock here."""
         aside = self._file.with_name(f"{LOCK}.{os.getpid()}")
         with suppress(FileNotFoundError):
             self._file.rename(aside)
@@ -605,7 +605,7 @@ PROBLEMS = {
     errno.EROFS: "is mounted read-only",
     errno.EIO: "fails to read or write (input/output error)",
 }
-"""What is wrong with a disk, by the number of the system's error."""
+"""Disk problems by errno."""
 
 _WRITERS = ("PytorchStreamWriter", "unexpected pos", "iostream error", "Error while serializing")
 """How the writers of PyTorch and safetensors begin an error whose number they may not give."""

@@ -16,7 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSample
 
 
 class SplitRows(DataLoader[Any]):
-    """What the trainer iterates over in place of DeepSpeed's adapter; accelerate can skip its first batches.
+    """Replaces DeepSpeed's data-loader adapter; accelerate can skip its first batches.
 
     Args:
         rows: the loader of whole rows, prepared by accelerate.

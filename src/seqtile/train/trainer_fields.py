@@ -16,7 +16,7 @@ from seqtile._errors import UserError
 from seqtile.train.recipe import Recipe, alternatives, shown
 
 BEST_METRICS = {"loss": False, "aux_loss": False, "mean_token_accuracy": True, "entropy": None}
-"""What TRL's trainer measures in an evaluation, and whether more is better; None is for the user to say."""
+"""Evaluation metrics of TRL's trainer, and whether more is better; None: the user has to set it."""
 
 OF_EVALUATIONS = (
     "metric_for_best_model", "greater_is_better", "load_best_model_at_end", "per_device_eval_batch_size", "eval_delay",

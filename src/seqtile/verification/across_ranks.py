@@ -206,7 +206,7 @@ def _blocks(model: nn.Module, tile: int | str, only: Only | None) -> tuple[int, 
 
 
 def _mean_over_ranks(truth: dict[str, Tensor | None] | None) -> dict[str, Tensor | None] | None:
-    """What an engine makes of every rank's gradients; a rank without one counts as zeros if another has it."""
+    """Reduce every rank's gradients as an engine does; a missing one counts as zeros if another rank has it."""
     everyone: list[Any] = [None] * dist.get_world_size()
     shapes = None if truth is None else {n: None if g is None else g.shape for n, g in truth.items()}
     dist.all_gather_object(everyone, shapes)

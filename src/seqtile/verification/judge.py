@@ -66,7 +66,7 @@ def difference(
 
 
 def severity(difference: Difference) -> float:
-    """What the worst is the worst by."""
+    """Sort key of the worst difference."""
     return math.inf if difference.problem else difference.score
 
 

@@ -23,7 +23,7 @@ Loss = Callable[[nn.Module, Any], Tensor]
 
 
 class Under(Protocol):
-    """What an engine does in its own way."""
+    """The parts of a step that depend on the engine."""
 
     def backward(self, loss: Tensor) -> None:
         """Backward of the loss."""

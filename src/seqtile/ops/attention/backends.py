@@ -81,7 +81,7 @@ def slower_than_possible(operators: Collection[str], capability: tuple[int, int]
 
 
 def attention_sentences(operators: Collection[str]) -> list[str]:
-    """What ran on this machine, and what would be faster, in sentences."""
+    """Describe the kernels that ran, and a faster one."""
     slower = slower_than_possible(operators, compute_capability(), flash3=find_spec("flash_attn_interface") is not None)
     ran = ", ".join(sorted({backend_of(operator) for operator in operators})) or "plain products"
     return [slower or f"attention ran on {ran}"]

@@ -24,7 +24,7 @@ from seqtile.ops.token_tiles import refuse_second_derivative, refuse_trace
 from seqtile.tiling import even_sizes, tile_ranges
 
 Between = Callable[["HeadGroup", Sequence[Tensor], Sequence[Tensor]], tuple[Tensor, Any]]
-"""What stands between the projections: (cut, its ``(q, k, v)``, other weights) -> its output, and what the model's
+"""The computation between the projections: (cut, its ``(q, k, v)``, other weights) -> its output, and what the model's
 forward returns beside it."""
 
 
@@ -57,7 +57,7 @@ def cut_heads(total: int, per_pass: int) -> tuple[HeadGroup, ...]:
 
 @dataclass(frozen=True)
 class Done:
-    """What the passes of one forward leave for their backward.
+    """State that the passes of one forward save for their backward.
 
     Attributes:
         whole: the output of all passes.
@@ -79,7 +79,7 @@ class Done:
 
     @property
     def notes(self) -> tuple[Any, ...]:
-        """What is no tensor: an autograd node may hold it."""
+        """The arguments that are not tensors, which an autograd node may hold."""
         return self.recorded, self.random, self.after, self.kernels
 
 

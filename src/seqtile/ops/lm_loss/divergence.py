@@ -159,13 +159,13 @@ def _tensors(call: HeadCall) -> tuple[Tensor, Tensor, Tensor | None]:
 def divided_by(
     reduction: str, num_items: Tensor | int | float | None, count: Tensor | int, like: Tensor
 ) -> Tensor | int | float:
-    """What a sum is divided by."""
+    """The divisor of a sum."""
     divisor = 1 if reduction == "sum" else count if num_items is None else num_items
     return divisor.to(like.device) if isinstance(divisor, Tensor) else divisor
 
 
 def _check_top_k(teacher: TeacherTopK, hidden: Tensor, weight: Tensor, labels: Tensor) -> list[Condition]:
-    """What has to hold of what the teacher says of each token that counts."""
+    """Conditions on the teacher's log-probabilities and tokens."""
     log_probs, tokens = teacher.log_probs, teacher.tokens
     expect_tensors(**{"the teacher's log_probs": log_probs, "the teacher's tokens": tokens})
     conditions = check_candidates(tokens, hidden, labels, weight.shape[0])
@@ -235,7 +235,7 @@ class _PairFormula:
         return log_s, self.teacher.logits(y_teacher).sub_(teacher_lse.unsqueeze(-1))
 
     def _mixed(self, log_s: Tensor, log_t: Tensor) -> Tensor:
-        """What the student is compared with: the teacher, or the mean of both."""
+        """The distribution that the student is compared with: the teacher, or the mean of both."""
         if self.beta == 1.0:
             return log_t
         return torch.logaddexp(log_s + math.log1p(-self.beta), log_t + math.log(self.beta))
@@ -295,7 +295,7 @@ class _Pair:
         return student, teacher
 
     def divergences(self, kept: KeptTokens, student_tensors: Sequence[Any], constants: Sequence[Any]) -> Tensor:
-        """Of each token that counts."""
+        """The divergence of each token that is not ignored."""
         with torch.no_grad(), self.student.casts.off():
             passes = self.passes(student_tensors, constants)
             divergences: Tensor = student_tensors[0].new_empty(len(kept), dtype=passes[0].wide)

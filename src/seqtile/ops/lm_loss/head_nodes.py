@@ -71,7 +71,7 @@ class Scores:
 
 @dataclass(frozen=True)
 class LossPlan:
-    """What a node has to know of a call, without a tensor that has a gradient."""
+    """The arguments of a call, except tensors with a gradient."""
 
     objective: Objective
     sizes: tuple[int, ...]

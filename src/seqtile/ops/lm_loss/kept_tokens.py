@@ -16,7 +16,7 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class Condition:
-    """What has to hold for each token that counts.
+    """A condition on each token that is not ignored.
 
     Attributes:
         holds: ``[N]`` booleans.

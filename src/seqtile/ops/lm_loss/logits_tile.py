@@ -83,7 +83,7 @@ def finite(z: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Objective:
-    """What is summed per token; with ``w`` the class weights and ``W`` their sum (all 1 without them),
+    """The loss per token; with ``w`` the class weights and ``W`` their sum (all 1 without them),
 
     ``(1 - s) * w[target] * (lse - z[target]) + s / V * (W * lse - sum(w * z)) + z_loss * lse**2``.
 
@@ -112,7 +112,7 @@ class Objective:
 
 @dataclass(frozen=True)
 class TileTargets:
-    """What is known of each token that counts, ``[n]``.
+    """Inputs of each token that is not ignored, ``[n]``.
 
     Attributes:
         ids: its target.
@@ -135,7 +135,7 @@ class TileTargets:
 
 @dataclass
 class Wanted:
-    """What one pass is to find besides the loss of each token; the results, ``[n]`` each, are written here.
+    """Further outputs of one pass besides the loss of each token, ``[n]`` each, written in place.
 
     Attributes:
         entropy: entropy of the next-token distribution, or None.

@@ -89,7 +89,7 @@ def module_logprobs(
 
 
 class _HeadPlan:
-    """What the node has to know besides tensors."""
+    """The node's arguments besides tensors."""
 
     def __init__(self, run: HeadRun, names: tuple[str, ...], sizes: Sequence[int], aim: Objective) -> None:
         self.run, self.names, self.sizes, self.aim = run, names, sizes, aim

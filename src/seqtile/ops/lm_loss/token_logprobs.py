@@ -202,7 +202,7 @@ def _check_temperature(temperature: Tensor | float, hidden: Tensor, targets: Ten
 
 
 def check_candidates(candidates: Tensor, hidden: Tensor, targets: Tensor, vocabulary: int) -> list[Condition]:
-    """What has to hold of the candidates of each token that counts.
+    """A condition on the candidates of each token that is not ignored.
 
     Args:
         candidates: ``[..., k]``.

@@ -90,7 +90,7 @@ def _write_shares(
     scaling: LogitScaling, y: Tensor, ids: Tensor, temperature: Tensor | None, is_local: Tensor, lse: Tensor,
     at_target: Tensor, mean_logit: Tensor,
 ) -> None:  # fmt: skip
-    """Of this rank's rows of the head: log-normaliser, the target's logit (0 elsewhere), expected logit."""
+    """Statistics of this rank's rows of the head: log-normaliser, the target's logit (0 elsewhere), expected logit."""
     z = finite(scaling.logits(y, temperature))
     local = scaling.logits(y.gather(-1, ids.unsqueeze(-1)), temperature).squeeze(-1)
     at_target.copy_(torch.where(is_local, local, 0))
