@@ -15,7 +15,7 @@ from typing import Any, TypeGuard
 
 ROOT = Path(__file__).resolve().parents[1]
 ARCHITECTURES = "<!-- architectures: {} -->"
-NUMBER = re.compile(r"[(-]?\d[\d,. %x()+-]*$")
+NUMBER = re.compile(r"[(-]?\d[\d,. %x()/+-]*( to \d[\d,.]*)?$")
 """What a cell of a table of numbers holds."""
 SHORT = 28
 """Code of at most this many characters stays on one line."""
