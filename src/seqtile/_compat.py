@@ -199,7 +199,7 @@ def sums_gradients_in_place(first: Tensor) -> bool:
     ``__torch_dispatch__``, the innermost one.
     """
     if torch.is_grad_enabled() or isinstance(_tensor_use_count, Moved) or isinstance(_storage_use_count, Moved):
-        return False  # a new tensor, which is what a plan may count too much
+        return False  # a new tensor, which a plan may overcount
     caller: types.FrameType | None = sys._getframe(1)
     while caller is not None and caller.f_code.co_name != "__torch_dispatch__":
         caller = caller.f_back
@@ -252,7 +252,7 @@ def pickle_of(file: BinaryIO) -> bytes | None:
         return None
     file.seek(0)
     archive = TorchArchive(file)
-    if "constants.pkl" in archive.get_all_records():  # TorchScript, which torch.load hands to another loader
+    if "constants.pkl" in archive.get_all_records():  # TorchScript, which torch.load passes to another loader
         return None
     content: bytes = archive.get_record("data.pkl")
     return content

@@ -132,7 +132,7 @@ def compute_capability() -> tuple[int, int] | None:
     import torch
 
     current = accelerator()
-    if current is None or current.type != "cuda" or torch.version.cuda is None:  # ROCm has numbers of its own
+    if current is None or current.type != "cuda" or torch.version.cuda is None:  # ROCm has other numbers
         return None
     return torch.cuda.get_device_capability()
 
@@ -167,7 +167,7 @@ def device_bytes(device: torch.device) -> tuple[int, int]:
     read: Any = getattr(torch.accelerator, "get_memory_info", None)  # from torch 2.12 on, torch/accelerator/memory.py
     try:
         free, total = (read or torch.get_device_module(device).mem_get_info)(device)
-    except (AttributeError, RuntimeError):  # this backend does not say
+    except (AttributeError, RuntimeError):  # this backend does not report it
         return 0, 0
     return int(free), int(total)
 

@@ -265,7 +265,7 @@ def describe(
     dtype = _most_common_dtype(parameters if adapters is None else frozen)
     precision = planned_precision(dtype, planned_type, adapters is not None, four_bit, autocast)
     if adapters is not None:
-        # PEFT's modules_to_save train whole, and k-bit training keeps norms and embeddings in fp32: no plan has either.
+        # Plans include neither PEFT's modules_to_save nor k-bit training's fp32 norms and embeddings.
         named, to_save = [*model.named_parameters()], set(getattr(lora, "modules_to_save", None) or ())
         if lora is None:
             fully_trained = [weight for name, weight in named if weight.requires_grad and "lora_" not in name]

@@ -349,7 +349,7 @@ class TiledLayer(Installed):
         attention = next(
             (attention for child in self.module.children() if (attention := attention_kind(child)) is not None), None
         )
-        if attention == FLEX:  # compiled, so that nothing is seen of it
+        if attention == FLEX:  # compiled, so its operators cannot be observed
             self.attention_ran = frozenset({FLEX})
             return forward(*args, **kwargs)
         with names_of_kernels() as names:

@@ -76,7 +76,7 @@ class ChunkPool:
         self._chunks: list[Tensor] = []
         self._starts: list[int] = []
         self._free: list[Extent] = []
-        self._lock = threading.RLock()  # what a backward releases is given back by its thread
+        self._lock = threading.RLock()  # a backward releases memory in its own thread
         self.capacity = 0
         self.full = False
 
@@ -90,7 +90,7 @@ class ChunkPool:
         """Whether ``nbytes`` are free, after more chunks are made if need be."""
         nbytes = _aligned(nbytes)
         if self.budget and self.free_bytes + self.budget - self.capacity < nbytes:
-            return False  # before chunks are made that would not be enough
+            return False  # before allocating chunks that would not suffice
         while self.free_bytes < nbytes:
             size = _next_chunk(self.capacity, self.budget)
             if not size or self.full:
@@ -200,7 +200,7 @@ class Lane:
         self.stream.wait_stream(self.current())
         self._copy(tensor, extents, outward=False)
         number = next(self._numbers)
-        # Held until it is taken, or until the copy has ended: no other tensor may get this memory before.
+        # Kept until it is fetched or the copy has ended, so that its memory is not reused before.
         self.inward = {key: copy for key, copy in self.inward.items() if not copy[1].query()}
         self.inward[number] = (tensor, self.stream.record_event())
         return *self.inward[number], number
@@ -312,14 +312,14 @@ class HostMemory:
         nbytes = tensor.numel() * tensor.element_size()
         lane = self.lane_of(tensor)
         if lane is not None:
-            if self.budget:  # what the other devices have not taken
+            if self.budget:  # minus what other devices use
                 lane.pool.budget = max(ALIGNMENT, self.budget - self.pool_bytes + lane.pool.capacity)
             return lane.pool.make_room(nbytes)
         return not self.budget or self.parked_bytes + nbytes <= self.budget
 
     def park(self, tensor: Tensor) -> OffloadedTensor:
         """Start the copy of ``tensor`` to the host; :meth:`has_room` was checked."""
-        while self._order and self._order[-1]() is None:  # what an earlier step left behind
+        while self._order and self._order[-1]() is None:  # left over from an earlier step
             self._order.pop()
         while self._order and self._order[0]() is None:
             self._order.popleft()

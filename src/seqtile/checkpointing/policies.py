@@ -145,7 +145,7 @@ class Checkpointing(Watched):
             attributes.pop(name, None)
         if self.switched_on:
             self.module.gradient_checkpointing_disable()
-            if attributes.get(INPUT_HOOKS[0]) == self.hooks:  # else other code has registered its own since then
+            if attributes.get(INPUT_HOOKS[0]) == self.hooks:  # else other code has registered its hooks since
                 for name in INPUT_HOOKS:
                     attributes.pop(name, None)
                 attributes.update(self.before)
@@ -213,7 +213,7 @@ class Checkpointing(Watched):
         if not self._looks():
             return self._run(base, function, args, kwargs)
         attention = attention_kind(self.module)
-        if attention == FLEX:  # compiled, so that nothing is seen of it
+        if attention == FLEX:  # compiled, so its operators cannot be observed
             self.attention_ran = frozenset({FLEX})
             return self._run(base, function, args, kwargs)
         with names_of_kernels() as names:

@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (SystemExit, KeyboardInterrupt) as error:
         if _is_broken_pipe(error):
             return _reader_left()
-        # Typer makes an exit of Ctrl-C, and says nothing.
+        # Typer turns Ctrl-C into a silent exit.
         cause = getattr(error.__context__, "__cause__", None) if isinstance(error, SystemExit) else error
         if isinstance(error, KeyboardInterrupt) or isinstance(cause, KeyboardInterrupt):
             print("seqtile: interrupted; nothing else was saved", file=sys.stderr)
@@ -102,7 +102,7 @@ def console() -> NoReturn:
     if plans:
         gc.disable()
     code = main()
-    compat = sys.modules.get("seqtile._compat")  # which is imported with PyTorch, and not before
+    compat = sys.modules.get("seqtile._compat")  # imported together with PyTorch
     if plans and compat is not None:
         compat.end_process(code)
     sys.exit(code)

@@ -69,7 +69,7 @@ def run_features(device: torch.device) -> Iterator[FeatureResult]:
         plain_models = {False: _tiny_llama().to(dtype), True: _tiny_lfm2().to(dtype)}
     for name, feature in FEATURES.items():
         version = package_version(feature.library)
-        # The layers of transformers 5.0 take their state in another way: seqtile leaves them whole.
+        # Layers of transformers 5.0 pass their state differently, which seqtile does not tile.
         if version is None or (feature.with_state and version.startswith("5.0.")):
             continue
         with warnings.catch_warnings():
@@ -77,7 +77,7 @@ def run_features(device: torch.device) -> Iterator[FeatureResult]:
             model = copy.deepcopy(plain_models[feature.with_state])
             try:
                 yield _run_feature(name, feature.options, _prepared(name, model), ids)
-            except Exception as error:  # noqa: BLE001 - whatever a machine lacks, the other features still run
+            except Exception as error:  # noqa: BLE001 - one failing feature must not stop the other checks
                 first_line = next(iter(str(error).strip().splitlines()), "")
                 yield FeatureResult(name, f"failed: {type(error).__name__}: {first_line[:200]}")
 

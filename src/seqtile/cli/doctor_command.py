@@ -74,7 +74,7 @@ def command(
     for name, value in rows:
         table.add_row(name, Text(value))  # plain text: rich would take [train] for a style
     Console().print(table)
-    for lock in stale_locks():  # a path that a table breaks into lines cannot be copied
+    for lock in stale_locks():  # not in the table, whose line breaks prevent copying a path
         print(told(lock))
     if any(result.problem for result in _run_features()):
         raise typer.Exit(1)

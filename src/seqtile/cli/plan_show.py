@@ -33,7 +33,7 @@ def show_plan(
     Once the answer is printed, ``by_split`` works out the longest sequence by how many ranks share one, and ``better``
     looks for what buys length.
     """
-    # Of a length that was not asked for, the one that fits at the high estimate.
+    # Without a requested length, the longest that fits at the high estimate.
     length = estimate.tokens if max_length is not None else planner.sure() or estimate.tokens
     chosen = recipe(planner, length) if planner.request.has_recipe else None
     if recipe_file is not None and chosen is not None:

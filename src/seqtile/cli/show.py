@@ -138,7 +138,7 @@ def folded_bars(progress: Progress) -> Iterator[None]:
         bar.disable = True
 
     own_methods = {name: tqdm.__dict__.get(name) for name in ("display", "close")}
-    tqdm.display, tqdm.close = display, close  # tqdm means the first for front ends of one's own
+    tqdm.display, tqdm.close = display, close  # tqdm's hook for custom front ends is display
     previous_hook = set_hook(lambda _, args, kwargs: tqdm(*args, **kwargs))
     (enable_progress_bars if progress.console.is_interactive else disable_progress_bars)()
     try:

@@ -119,7 +119,7 @@ def command(
             if value is not None:
                 raise UserError(f"got {flag} under a launcher, which sets the nodes itself; drop {flag}")
     of_nodes = None if launched else find_nodes(nodes, node_rank, rendezvous)
-    if of_nodes is not None:  # before torch is imported: of a lost connection its store writes stacks
+    if of_nodes is not None:  # before torch is imported: its store prints stack traces of a lost connection
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     elif wait_nodes:
         raise UserError(f"got --wait-nodes {wait_nodes:g} with a single node; drop it")
@@ -216,7 +216,7 @@ def command(
             leave()
             if not launched:
                 raise
-            # A launcher takes any other code for a crash: it shows a traceback, and ends the ranks that still write.
+            # A launcher treats any other code as a crash: it prints a traceback, and ends ranks that still write.
 
 
 def offload_keys(text: str) -> dict[str, Any]:
@@ -276,11 +276,11 @@ def run(recipe: Any, **how: Any) -> None:
 def quiet() -> None:
     """Our own messages on stderr; of the libraries below only what the user can act on."""
     log_to_stderr()
-    # What these say about a bad dataset or a slow import, our own sentence says better.
+    # Our own messages replace these libraries' about a bad dataset or a slow import.
     logging.getLogger("datasets").setLevel(logging.CRITICAL)
     warnings.filterwarnings("ignore", category=FutureWarning)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    # PyTorch reads it when it is imported; segments that grow are on Linux only. Started processes inherit it.
+    # PyTorch reads it at import; expandable segments exist on Linux only. Child processes inherit it.
     if sys.platform == "linux" and not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     import torch

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 SAME_PEAK = 0.99
 DIFFERS = 1
-NO_ANSWER = 70  # EX_SOFTWARE of sysexits.h: a script must not take a crash for "gradients differ"
+NO_ANSWER = 70  # EX_SOFTWARE of sysexits.h: a crash must differ from "gradients differ"
 
 
 @takes_options("verify", show_default=False, defaults={"tile": "shards:8"})
@@ -159,7 +159,7 @@ def show(recipe: Recipe, result: VerifyResult) -> None:
         row = (str(len(result.with_dropout)), _scientific(most.l2), "-", "-", f"{most.score:.2f}")
         table.add_row("all, dropout on", *row)
     needed = Measurement.get(console, console.options.update(max_width=1000), table).maximum
-    console.width = max(console.width, needed)  # else the last column is what a narrow terminal lacks
+    console.width = max(console.width, needed)  # else a narrow terminal cuts the last column
     console.print(table)
     truth = f"; errors are against {result.reference}" if result.reference else ""
     console.print(

@@ -64,20 +64,20 @@ def _train(folder: Path) -> None:
 
     recipe, _ = build_recipe(read_recipe(folder / RECIPE_FILE), {})
     how = json.loads((folder / HOW_FILE).read_text(encoding="utf-8"))
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, how.pop("signals"))  # the command in front started it with them blocked
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, how.pop("signals"))  # the parent command started it with them blocked
     threading.Thread(target=follow, args=(how.pop("front"),), daemon=True).start()
     if how.pop("check", False):
         from seqtile.cli.verify_command import only_errors
         from seqtile.train.verify_model import check_rank
 
-        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # DeepSpeed talks on stdout, which is the result's
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # DeepSpeed prints to stdout, which is for the result
         only_errors()
         result = check_rank(recipe)
         if process_rank() == 0:
             (folder / RESULT_FILE).write_bytes(pickle.dumps(result))
         return
     quiet()
-    if process_rank():  # the first one speaks; DeepSpeed prints on each
+    if process_rank():  # only rank 0 prints; DeepSpeed prints on each
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     try:
         run(recipe, **how)

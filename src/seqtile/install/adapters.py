@@ -65,7 +65,7 @@ def without_adapters(model: nn.Module, config: LoraConfig | None) -> str | None:
 
 def _not_linear(model: nn.Module) -> set[str]:
     """Ends of the names of modules that inherit from ``nn.Linear`` and do not map features to features."""
-    # Only the model's own classes are run: quantised layers of libraries are PEFT's to know.
+    # Only the model's own classes are run: PEFT supports libraries' quantised layers.
     of_model = {type(module).__module__ for module in model.modules() if hasattr(module, "config")}
     linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     cannot = {

@@ -164,7 +164,7 @@ def apply_options(model: nn.Module, options: TilingOptions) -> Report:
                 return options.trust is not None and _matches(options.trust, name, module)
 
             kernel_norms, left_norms = find_norms(model, chosen, trusted, whole=whole)
-            # A norm in tiles of its own keeps those, and one that accelerate moves (device_map) its hook.
+            # A separately tiled norm keeps those, and one that accelerate moves (device_map) its hook.
             install_norms([norm for norm in kernel_norms if "forward" not in norm.module.__dict__], trusted)
             left = [*left, *left_norms]
         heads = install_heads(model, options.heads, attention, left_attention)
@@ -334,7 +334,7 @@ def _tile(model: nn.Module, block: Candidate, keep: KeepRule, options: TilingOpt
         layer_class = TiledPair if block.kind == "pair" else TiledLayer
         installed.append(layer_class(layer, setting, neighbours, block.in_layer))
         together = neighbours.names
-    if not block.in_layer:  # also inside a layer's stand-in, which runs without it where it cannot run
+    if not block.in_layer:  # also inside a layer's replacement, which falls back to it
         installed.append(TiledForward(module, setting))
     for forward in installed:
         forward.install()

@@ -52,7 +52,7 @@ class Rest:
         try:
             yield
         except UserError:
-            remove_rest(model)  # what was installed before something was refused
+            remove_rest(model)  # undo what was installed before the error
             for loss in losses:
                 loss.install()
             for policy in policies:

@@ -18,7 +18,7 @@ from seqtile.devices import package_version
 from seqtile.options import DEFAULTS, TilingOptions, file_type, unknown_keys
 from seqtile.rules import Combination, check_combination
 
-# What else computes the MLP, the loss, or decides what activation checkpoints keep.
+# Other settings that compute the MLP or the loss, or decide what activation checkpoints keep.
 _MLP_KERNELS = ("liger_glu_activation", "lora_mlp_kernel", "use_kernels", "use_scattermoe", "use_sonicmoe")
 _LOSSES = ("liger_fused_linear_cross_entropy", "liger_cross_entropy", "cut_cross_entropy", "chunked_cross_entropy",
            "flash_attn_cross_entropy", "use_eaft")  # fmt: skip
@@ -90,7 +90,7 @@ def check_settings(cfg: Mapping[str, Any]) -> None:
         checkpointers.append("fsdp_config.activation_checkpointing")
     arguments = apply_arguments(cfg)
     if arguments.pop("max_length", None) is not None:
-        arguments = {"loss": "tiled", "checkpoint": "layer", **arguments}  # what it may choose
+        arguments = {"loss": "tiled", "checkpoint": "layer", **arguments}  # what may be chosen
         fit_question(cfg)
     check_combination(Combination(
         TilingOptions(**arguments),

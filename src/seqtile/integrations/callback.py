@@ -85,7 +85,7 @@ class TilingCallback(TrainerCallback):
         self.report = report
         self._by_hand = report is not None
         self._news: dict[str, Any] = {}
-        self._references: list[str] | None = None  # what the first log of a run says of them; None after it
+        self._references: list[str] | None = None  # for the first log of a run; None afterwards
         self._peaks: _Peaks | None = None
         self._at_start = self._collects_again = False
 
@@ -136,7 +136,7 @@ class TilingCallback(TrainerCallback):
         if self._peaks is not None:
             self._news.update(self._peaks.take())
         if logs is not None and state.log_history:
-            if self._references is not None:  # now, so that the report knows what the first steps did
+            if self._references is not None:  # now, so that the report has the first steps' effects
                 self._news["seqtile"] = "; ".join([str(self.report), *self._references])
                 self._references = None
             logs.update(self._news)

@@ -260,7 +260,7 @@ class DeferredHead(nn.Module):
         return DeferredLogits(hidden, head_width(self._head), self._make, source=self._source)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_head"], name)  # its weight, for a model that looks
+        return getattr(self.__dict__["_head"], name)  # its weight, for models that read it
 
 
 def head_width(head: nn.Module) -> int:

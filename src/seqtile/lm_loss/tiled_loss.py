@@ -127,8 +127,8 @@ class TiledLoss(ForwardStandIn, Watched):
         super().__init__(module)
         self.rule, self.impl, self.active, self.deferring = rule, impl, True, False
         self.trl = TrlHead.of(module.__dict__.get("forward"))
-        self.calls = 0  # that the tiled loss answered
-        self.why_untiled = ""  # the last call that it did not answer
+        self.calls = 0  # handled by the tiled loss
+        self.why_untiled = ""  # reason of the last call that it did not handle
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -183,7 +183,7 @@ class TiledLoss(ForwardStandIn, Watched):
         attributes.update({name: value for name, value in self.before.items() if not (covered and name == "forward")})
 
     def without_effect(self) -> str:
-        if self.calls or self.told - {self.idle}:  # what was told says why
+        if self.calls or self.told - {self.idle}:  # an earlier warning explains it
             return ""
         instead = "its forward was not called" if self._trl_above() is None else "TRL's own head ran"
         return f"loss='tiled' had no effect in the first training step: {self.why_untiled or instead}"

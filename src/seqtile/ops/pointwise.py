@@ -308,7 +308,7 @@ def _backward_kernel(act: Activation) -> Kernel:
         only_compiled()
         z, dh = wide(gate), wide(gradient)
         activated, slope = act.function(z), derivative(z)
-        if up is None:  # hidden and gradient are one buffer: read it first
+        if up is None:  # hidden and gradient share a buffer: read it first
             gate.copy_(dh * slope)
             hidden.copy_(activated)
             return

@@ -368,7 +368,7 @@ class _Save(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: Any) -> Any:
-        ctx.saved.clear()  # still there when a tile had nothing to recompute
+        ctx.saved.clear()  # not cleared when a tile had nothing to recompute
         return None, None, None, None, *ctx.gradients.take(ctx.inputs)
 
 

@@ -91,7 +91,7 @@ def fit_for(config: Any, setup: Setup, depths: Depths, tokens: int, workspace: W
     """Lines for steps of about ``tokens`` tokens; ``setup`` resolved."""
     text = config.get_text_config()
     window = getattr(text, "sliding_window", None) or 0
-    # In two tiles experts hold more than in three, as no tile is in between.
+    # Experts use more memory in two tiles than in three, since there is no middle tile.
     fewest = 3 if experts_of(text) else 2
     return fit_lines(config, setup, depths, sample_lengths(setup, tokens, window, fewest), workspace)
 

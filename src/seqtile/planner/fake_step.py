@@ -71,7 +71,7 @@ def build(config: Any, setup: Setup, device: str, sample: LayerSample | None = N
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if setup.liger:
         use_liger_shapes(model, tiled=options.tiled)
-    # Proven in the mode of the step, with the functions that it calls; what was tiled is the plan's to say.
+    # Traced in the mode of the step, with the functions that it calls; the plan reports what was tiled.
     functions = nullcontext() if setup.device_type == "cpu" else accelerator_functions()
     with log_level("seqtile", logging.ERROR), in_precision(setup, "cpu"), functions:
         if options.checkpoint == "layer":
@@ -133,7 +133,9 @@ def build_bare(config: Any, setup: Setup, device: str, sample: LayerSample | Non
     classes = [auto for step_kind in step_kinds_of(config, setup) if (auto := step_kind.auto_class(config)) is not None]
     auto_class: Any = classes[0] if classes else AutoModelForCausalLM
     whole, config = config, copy.deepcopy(config) if sample is None else first_layers(config, max(sample.like) + 1)
-    if getattr(config, "sparse_prediction", False):  # ModernBERT's logits of masked tokens alone: no shape tells them
+    if getattr(
+        config, "sparse_prediction", False
+    ):  # ModernBERT's logits of masked tokens only, whose number no shape determines
         config.sparse_prediction = False  # as many as tokens at most, which the plan's notes say
     config.use_cache = False
     config.get_text_config().use_cache = False

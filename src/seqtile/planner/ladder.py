@@ -152,7 +152,7 @@ def choose_rung(request: Request, tokens: int, fixed: Mapping[str, Any], *, can_
     possible: Chosen | None = None
     for rung, settings in _rungs(request, first, top, tokens, fixed, can_offload):
         if settings.checkpoint != "layer" and "checkpoint" not in fixed:
-            # It holds at least what checkpoints of inputs alone do, which a later rung needs to know anyway.
+            # Its memory is at least that of checkpointed inputs, which a later rung plans anyway.
             least = replace(settings, checkpoint="layer")
             planner, estimate = _plan(least, request, tokens, first)
             if not planner.fits(estimate):
@@ -162,7 +162,7 @@ def choose_rung(request: Request, tokens: int, fixed: Mapping[str, Any], *, can_
         tried.append(_Tried(rung, settings, planner, estimate))
         if planner.fits_at_the_high_estimate(estimate):
             return _spend(Chosen(settings, planner, estimate, {}, True), tried, request, tokens, fixed)
-        # Where only the expected estimate fits: the least memory that no slow tiles pay for.
+        # Where only the expected estimate fits: the least memory without slow tiles.
         if planner.fits(estimate) and (possible is None or rung.divisor == 1):
             possible = Chosen(settings, planner, estimate, _reasons(settings, tried, fixed), False)
     if possible is not None:

@@ -81,7 +81,7 @@ class Tracker(LiveBytes):
             return
         name = name_of(func)
         inside = self._workspace(name, args, kwargs) if self._workspace is not None else 0
-        # What a kernel takes does not grow as tensors do, so that the two peaks are on lines of their own.
+        # Kernel workspace grows differently from tensors, so the two peaks have separate fits.
         phase = replace(self._phase, in_kernel=True) if inside else self._phase
         if self._unread != phase:
             self._read()

@@ -116,7 +116,7 @@ class Planner:
         for step_kind in self.kinds:
             step_kind.check(request, max_length)
         check_request_combination(request, max_length)
-        self._lines: list[tuple[Setup, int, Lines]] = []  # what ran, for which tokens per rank, and what it told
+        self._lines: list[tuple[Setup, int, Lines]] = []  # setup, tokens per rank, and fitted lines of each run
         self._longest = LONGEST
         self.host_has_room = False
         if like is not None and (like.request.config is not request.config or like.request.lora != request.lora):
@@ -140,7 +140,7 @@ class Planner:
         check_ranks(request, self.counts, self.no_ring)
         flash = flash3_workspace if request.attention == "flash3" else flash2_workspace
         self.workspace = cpu_workspace if request.device_type == "cpu" else flash
-        # No step is as long; rules for tiles write down every one of them.
+        # An upper bound of lengths: tile rules enumerate every tile.
         self._beyond = LONGEST
         self._beyond = (
             self._furthest(lambda tokens: self.at_least(tokens) <= request.device.memory) + SHORT * request.split
@@ -337,7 +337,7 @@ class Planner:
     def longest(self, start: int | None = None) -> tuple[int, str]:
         """The longest sequence that fits (0 if none does), and what limits it; the search begins at ``start``."""
         if start is None and self.at_least(1) > self.request.device.memory:
-            self._longest = SHORT * self.request.split  # fake runs of a longer one would tell no more
+            self._longest = SHORT * self.request.split  # longer fake runs give no more information
             return 0, self._limit(self.estimate(self._longest))
         length, lines = self._reach(self.fits, start)
         self._longest = length
@@ -478,7 +478,7 @@ def choose_attention_saved(planner: Planner, tokens: int, without: Estimate | No
     if over <= 0:  # worth fake runs
         saving = Planner(kept, like=planner)
         estimate = saving.estimate(tokens)
-        crowded = estimate.moved < 1 and extra == 0  # the host has no room for all of it
+        crowded = estimate.moved < 1 and extra == 0  # the host is too small for all of it
         if crowded or (extra and request.pictures is not None):  # of pictures the vision tower's outputs are kept too
             extra = max(extra, estimate.device.expected - planner.estimate(tokens).device.expected)
             added = f"{benefit} {extra / 2**30:,.2f} GiB" + (" on the device, since the host is full" * crowded)

@@ -159,7 +159,7 @@ def _shard(request: Request, counts: Counts, device_terms: dict[str, float], pha
     moved = request.engine_offload
     device_terms[OPTIMIZER] = 0.0 if "optimizer" in moved else STATE_BYTES[request.optimizer] * trained / ranks
     if request.engine == "fsdp2":
-        # What is gathered are bf16 copies of fp32 shards; a frozen model is in bf16 itself.
+        # bf16 copies of fp32 shards are gathered; a frozen model is in bf16 itself.
         device_terms[WEIGHTS] = (
             0.0 if "weights" in moved else (4.0 * trained + size * (counts.weights - trained)) / ranks
         )
@@ -234,7 +234,7 @@ def _gathered(counts: Counts, phase: Phase) -> float:
     kept, ahead = min(ZERO3_LIVE, counts.weights), min(ZERO3_PREFETCH + counts.layer, counts.weights)
     # Measured (benchmarks/plan_engines.py): a layer beside the head is all that is needed at once.
     needed = counts.layer + (counts.vocabulary * counts.hidden if phase.part == HEAD else 0)
-    # What would be more than may be kept is not gathered ahead (partitioned_param_coordinator.py, fetch_sub_module):
+    # No prefetch beyond the limit of gathered elements (partitioned_param_coordinator.py, fetch_sub_module):
     # https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/runtime/zero/partitioned_param_coordinator.py
     return max(needed, kept) + (ahead if needed < ZERO3_LIVE else 0)
 

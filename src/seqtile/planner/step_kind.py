@@ -34,7 +34,7 @@ class StepKind:
         """Whether a step of this model and setup is of this kind."""
         raise NotImplementedError
 
-    # What the fake step asks.
+    # Used by the fake step.
 
     def auto_class(self, config: Any) -> Any:
         """The class of Transformers that builds the model; None for ``AutoModelForCausalLM``."""
@@ -55,7 +55,7 @@ class StepKind:
         """The loss; None for the model's own."""
         return None
 
-    # What the plan asks.
+    # Used by the plan.
 
     def check(self, request: Request, max_length: int | None) -> None:
         """Refuse, by a ``UserError``, what cannot run."""

@@ -120,7 +120,7 @@ def sample_lengths(setup: Setup, tokens: int, window: int = 0, fewest: int = 2) 
         step = max(1, (tokens - begin) // 4)
         return begin + step, begin + 2 * step, begin + 3 * step
     unit = math.lcm(*tiles)
-    if unit > 4 * max(tiles):  # sizes that share nothing: the smaller one is then a little smaller than it should be
+    if unit > 4 * max(tiles):  # no common divisor: the smaller one becomes slightly smaller than needed
         unit = max(tiles)
     if setup.batch >= MANY_ROWS:  # a tile is of all rows together: few tokens of each fill it
         unit = max(unit // setup.batch, min(SHORTEST, tokens // 4), 1)

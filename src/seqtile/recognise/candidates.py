@@ -147,7 +147,7 @@ def find_blocks(
             continue
         with for_training(model):
             judged = _judged(model, candidate, trusted)
-            if isinstance(judged, Left) and parameters_of(module):  # its linear layers may be an MLP all the same
+            if isinstance(judged, Left) and parameters_of(module):  # its linear layers may still form an MLP
                 inside_it = _called_in_a_row(name, module, traces)
                 again = _judged(model, inside_it, trusted) if inside_it is not None else judged
                 judged = again if isinstance(again, Candidate) else judged

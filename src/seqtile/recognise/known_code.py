@@ -68,7 +68,7 @@ def _code_in(module: nn.Module, with_hooks: bool) -> Iterator[Any]:
     module_class: Any = type(module)
     yield from module_class.__mro__[:-1]
     if hasattr(module_class, "forward"):  # TorchScript's classes have none
-        yield module_class.forward  # which a library may have replaced on the class
+        yield module_class.forward  # a library may have replaced it on the class
     for name, value in attributes_without_stand_ins(module).items():
         if name != "extra_repr" and callable(value) and not isinstance(value, type):
             yield value if hasattr(value, "__module__") else type(value)

@@ -157,7 +157,7 @@ class _LayerRun(TorchFunctionMode):
         """The layer with stand-ins for its children, weights without memory, and one probability for each dropout."""
         view = view_of(layer)
         attributes = view.__dict__
-        # Transformers' own switches: neither changes who reads what, and both would run the parts in other ways.
+        # Transformers' switches: neither changes the data flow, but both change how the parts run.
         attributes.update(training=True, gradient_checkpointing=False, chunk_size_feed_forward=0)
         attributes[MODULES] = {
             name: None if child is None else _ChildStandIn(name, child, self)

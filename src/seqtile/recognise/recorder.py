@@ -88,7 +88,7 @@ class Recorder(TorchDispatchMode):
             # Checks that raise read values: "is one of them infinite?" (PEFT's VB-LoRA), "are all of them valid?".
             return self.expressions.keys[self.flow(tensors[0]).expr][0] == ALL_TRUE
         if func is READ_NUMBER:
-            return result  # of numbers that the code writes down: others have no value here
+            return result  # of constants in the code: other tensors have no values here
         if tensors or tensors_in([result]):  # else it reads dtypes
             self._record(func, args, kwargs, tensors_in([result]))
         return result
@@ -119,7 +119,7 @@ class Recorder(TorchDispatchMode):
                     raise call.mixes("is taken over them")
                 raise NoRule(f"it uses {name}, which cannot be traced")
             flows = rule(call)
-        except NoRule as error:  # go on: what comes later may refute
+        except NoRule as error:  # continue: a later operator may refute it
             self.no_rule = self.no_rule or error
             flows = [Flow(call.dims(leaf), self.expressions.unique()) for leaf in out]
         if "bernoulli" in name or name == "native_dropout":

@@ -86,7 +86,7 @@ class Snapshot:
                 and all(map(is_, self._read(), self._objects))
                 and list(map(_KIND, self.tensors())) == self._kinds
             )
-        except (AttributeError, KeyError):  # something is gone
+        except (AttributeError, KeyError):  # an attribute was removed
             return False
 
 
@@ -100,7 +100,7 @@ def description(modules: Sequence[nn.Module]) -> tuple[Any, ...]:
         if tensor is None:
             return None
         tied = numbers.setdefault(id(tensor), len(numbers))
-        tensor_class = None if type(tensor) in PLAIN else type(tensor)  # a plan's fake tensors are as good as real ones
+        tensor_class = None if type(tensor) in PLAIN else type(tensor)  # a plan's fake tensors count as real ones
         return tied, tensor_class, getattr(tensor, "ds_shape", tensor.shape), tensor.dtype, tensor.requires_grad
 
     described = []

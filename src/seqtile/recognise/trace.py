@@ -125,7 +125,7 @@ class Tracer:
                 tensor = torch.empty(shape, dtype=dtype, device=self.device)
             leaves[f"input {number}"] = tensor.requires_grad_(dtype.is_floating_point or dtype.is_complex)
             recorder.leaf(tensor, tuple(tuple(dim) if isinstance(dim, str) else () for dim in dims), f"input {number}")
-        # Not the leaves themselves: autocast keeps one copy of a leaf for all who cast it, and hidden states are none.
+        # Not the leaves themselves: autocast caches casts of leaves, and hidden states are not leaves.
         inputs = list(leaves.values())
         for name, tensor in views.weights():
             recorder.leaf(tensor, ((),) * tensor.dim(), name)

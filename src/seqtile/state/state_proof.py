@@ -57,7 +57,7 @@ class StateProofs:
         self._known: dict[Any, str] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_known": {}}  # a copy asks again
+        return {"_known": {}}  # a copy is verified again
 
     def why_not(self, module: nn.Module, x: Tensor) -> str:
         """Why ``module`` cannot run in tiles on hidden states such as ``x``, or "".
@@ -87,7 +87,7 @@ def has_values(module: nn.Module) -> bool:
 def _try(module: nn.Module, x: Tensor) -> str:
     try:
         # The hooks keep what the trial saves from a checkpoint around the layer, which counts it. They pack no tensor
-        # with a graph: a node that saves its own output would hold itself, and with it what the trial leaves undone.
+        # with a graph: a node that saves its own output would form a cycle and leak the trial's graph.
         with _without_dropout(module), torch.enable_grad(), saved_tensors_hooks(Tensor.detach, lambda saved: saved):
             return (_compare_tiles if has_values(module) else _connect)(_Trial(module, x))
     except Exception as error:  # noqa: BLE001 - whatever the layer's own code raises

@@ -89,7 +89,7 @@ class StateForward(Installed):
         def tiled(*tensors: Tensor) -> Any:
             return in_tiles(module, call, tensors, cuts, lambda: dict(named_weights(module)))
 
-        tensors, call.tensors = call.tensors, []  # what a checkpoint puts on the host must not be held here
+        tensors, call.tensors = call.tensors, []  # must not keep alive what a checkpoint offloads
         try:
             if checkpointed and checkpoints_in_forward(module):
                 return getattr(module, CHECKPOINT_FUNCTION)(tiled, *tensors)

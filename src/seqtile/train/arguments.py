@@ -186,7 +186,7 @@ def _checkpointing(recipe: Recipe, fields: Any) -> dict[str, Any]:
         try:
             kwargs = json.loads(kwargs)
         except ValueError:
-            pass  # refused as what it is
+            pass  # its own check reports it
     if not isinstance(kwargs, dict):
         raise UserError(f"recipe key 'trainer.{keys[0]}': got {shown(kwargs)}, expected a mapping")
     if keys and not recipe.recomputes:

@@ -111,7 +111,7 @@ def check_hub_name(name: str, repo_type: str) -> None:
     from huggingface_hub import constants
 
     cached = Path(constants.HF_HUB_CACHE) / f"{repo_type}s--{name.replace('/', '--')}"
-    # datasets keeps what it has prepared, which it also takes without a network.
+    # datasets caches prepared data, and reads it without a network.
     prepared = Path(os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME) / "datasets")
     if cached.is_dir() or (repo_type == "dataset" and (prepared / name.replace("/", "___")).is_dir()):
         return

@@ -219,13 +219,13 @@ def _load_files(dataset: str, files: list[Path], text_field: str, streaming: boo
             try:
                 texts[file] = file.read_text(encoding="utf-8")
             except UnicodeDecodeError:
-                if len(files) == 1:  # in a directory, what is not UTF-8 is passed over
+                if len(files) == 1:  # in a directory, files that are not UTF-8 are skipped
                     raise
         return Loaded(dataset, Dataset.from_dict({text_field: [*texts.values()]}), True, tuple(texts))
     kwargs = _csv_kwargs(files[0]) if builder == "csv" else {}
     rows = load_dataset(builder, data_files=[str(file) for file in files], split="train", streaming=streaming, **kwargs)
     if builder == "json" and not streaming:
-        rows.data.validate(full=True)  # PyArrow reads text that is not UTF-8 without a word
+        rows.data.validate(full=True)  # PyArrow silently reads text that is not UTF-8
     return Loaded(dataset, rows, False, tuple(files))
 
 

@@ -40,7 +40,7 @@ def library_files() -> list[Path]:
         UserError: the interpreter ships without sources.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
-    # _sysconfigdata is no source: the build's settings, another text on every machine.
+    # _sysconfigdata has the build's settings, which differ between machines.
     named = (file for file in root.glob("*.py") if not file.name.startswith("_sysconfigdata"))
     files = sorted(file for file in named if file.stat().st_size > 0)
     if not files:
@@ -70,7 +70,7 @@ def load_tokenizer() -> PreTrainedTokenizerFast:
     path = _cache_path()
     try:
         tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
-    except Exception:  # noqa: BLE001 - not there yet, or damaged: tokenizers raises plain Exception then
+    except Exception:  # noqa: BLE001 - missing or damaged: tokenizers raises plain Exception
         tokenizer = _train_tokenizer(library_text())
         _write_cache(path, tokenizer.to_str())
     return PreTrainedTokenizerFast(

@@ -80,7 +80,7 @@ class Evaluated:
     def _rows_that_count(self) -> int:
         """How many rows of the next batch are not from the beginning again."""
         number, offset = divmod(self._batches, self._ulysses)
-        # Under Ulysses a group runs the batch that its first rank was dealt, then its second's, and so on.
+        # Under Ulysses a group runs its first rank's batch, then its second's, and so on.
         process = int(self._accelerator.process_index) // self._ring
         process += offset - process % self._ulysses
         together = int(self._loader.total_batch_size)

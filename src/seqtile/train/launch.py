@@ -230,7 +230,7 @@ def run_ranks(
     # PyTorch reads the number of threads when it is imported; "-P": no module of the user's folder hides Python's own.
     threads = {"OMP_NUM_THREADS": str(max(1, cpu_cores() // processes))}
     environment = threads | dict(os.environ) | engine_environment(recipe)
-    # Errors of a collective are for the user to see; of a store that does not answer, torch writes stacks.
+    # Show errors of collectives, but not torch's stack traces of a store that does not respond.
     environment["TORCH_CPP_LOG_LEVEL"] = os.environ.get("TORCH_CPP_LOG_LEVEL", "FATAL").replace("FATAL", "ERROR")
     changed = [f"{name}={value}" for name, value in environment.items() if os.environ.get(name) != value]
     command = [*changed, sys.executable, "-P", "-u", "-m", worker, str(folder)]
@@ -243,7 +243,7 @@ def run_ranks(
 
     def run_agent() -> None:
         try:
-            with blocked_signals():  # until a worker listens, a signal to it waits
+            with blocked_signals():  # signals wait until a worker handles them
                 elastic_launch(config, "env")(*command)
             results.append(None)
         except BaseException as error:  # noqa: BLE001 (looked at below)
@@ -255,7 +255,7 @@ def run_ranks(
         nonlocal deadline, urgent
         urgent += request.is_urgent(number)
         if not _send(folder, number):
-            raise StoppedAtOnce(number)  # none has started
+            raise StoppedAtOnce(number)  # no process has started
         if urgent:
             deadline = min(deadline, time.monotonic() + (0 if urgent > 1 else GRACE_SECONDS))
 
@@ -263,7 +263,7 @@ def run_ranks(
     with handle_signals(stop_signals(), pass_on):
         try:
             if nodes is not None and nodes.rank == 0:
-                shared.write_text(secrets.token_hex())  # by which other nodes see that they write to the same directory
+                shared.write_text(secrets.token_hex())  # lets other nodes check that they share this directory
             agent.start()
             while agent.is_alive():
                 agent.join(0.1)

@@ -31,7 +31,7 @@ def write_card(folder: Path, recipe: Recipe, state: Any, data: Mapping[str, Data
     from huggingface_hub import ModelCard, ModelCardData
 
     on_hub = {name: name != DEMO and not Path(name).expanduser().exists() for name in (recipe.model, recipe.dataset)}
-    # Adapters are nothing without their model, so its directory is written too; the Hub refuses a card with a path.
+    # Adapters need their base model, so its directory is written too; the Hub rejects a card with a path.
     has_base = on_hub[recipe.model] or (
         recipe.lora is not None and recipe.model != DEMO and not recipe.trainer.get("push_to_hub")
     )

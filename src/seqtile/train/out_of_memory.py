@@ -109,7 +109,7 @@ def find_place(error: BaseException, model: nn.Module, whereabouts: Whereabouts 
         filename = code.co_filename.replace("\\", "/")
         in_step = in_step or code.co_name == "training_step"
         if code.co_name == "training_step":
-            phase = phase or "loss"  # until something of the backbone is met
+            phase = phase or "loss"  # until a part of the backbone is found
         elif code.co_name == "backward" and in_step and phase != "optimiser":
             phase, block, in_head = "backward", "", False
         elif code.co_name in _OPTIMIZER_STEPS and any(name in filename for name in _OPTIMIZERS):
@@ -217,13 +217,13 @@ def _reachable(device_type: str) -> Iterator[tuple[int, int, Tensor]]:
     """Every storage on the device that an object of Python's holds: its key, its bytes, and the largest view of it."""
     largest: dict[int, tuple[int, Tensor]] = {}
     for candidate in gc.get_objects():
-        # isinstance would ask objects that load themselves when they are asked.
+        # isinstance would trigger lazily loaded objects.
         if not issubclass(type(candidate), Tensor):
             continue
         tensor = local_part(candidate)
         has_symbols = not all(type(size) is int for size in tensor.shape)
         if tensor.device.type != device_type or isinstance(tensor, FakeTensor) or has_symbols:
-            continue  # what torch.compile traced with holds no memory
+            continue  # tensors of torch.compile's trace have no memory
         if (storage := _storage(tensor)) is None:
             continue
         previous = largest.get(storage_key(storage))

@@ -54,7 +54,7 @@ def check_packing(model: Any, arguments: Any) -> None:
     if any(p.is_meta or hasattr(p, "ds_shape") for p in model.parameters()):
         logger.warning("weights are not in this process yet; did not check that packed documents stay separate")
         return
-    # Layers with a state run other kernels on an accelerator, where the trainer moves the model only later.
+    # Layers with a state run other kernels on an accelerator, to which the trainer moves the model later.
     moves = torch.accelerator.is_available() and model.get_input_embeddings().weight.device.type == "cpu"
     if not _mixes(_shallow_copy(model) if states and ("flash" in attention or moves) else model):
         return

@@ -52,7 +52,7 @@ def read_data(recipe: Recipe, output: Path, stage: Callable[[str], None]) -> Dat
     Raises:
         UserError: rows or settings of which something would be trained that they do not say.
     """
-    trainer_values(recipe)  # what these two refuse costs no reading
+    trainer_values(recipe)  # these two checks need no data
     load_config(recipe)
     tokenizer = trained_tokenizer(tokenizer_of(recipe), recipe.trainer)
     settings = {

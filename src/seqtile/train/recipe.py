@@ -171,7 +171,7 @@ def _key_of(name: str) -> tuple[Any, Any]:
         return Literal["layer", "attention-saved", "none"], "layer"
     if name == "loss":  # the trainer's head runs in tiles in any case
         return Literal["tiled"], "tiled"
-    if name == "loss_tile":  # TRL's head takes a number of tokens, and has one of its own
+    if name == "loss_tile":  # TRL's head has a default number of tokens
         return int | None, Field(None, ge=WRITTEN[name].least)
     return file_type(name, choices=True), DEFAULTS[name]
 
@@ -460,7 +460,7 @@ def build_recipe(file_values: Mapping[str, Any], flag_values: Mapping[str, Any])
     trainer = {**_section(file_values, "trainer"), **_section(flag_values, "trainer")}
     for values, place in ((file_values, "the recipe"), (flag_values, "the flags")):
         folded = _fold_peer_keys(dict(values), place, notes)
-        if folded.get("tiled_mlp") is False:  # a flag that leaves out what the recipe says of tiles
+        if folded.get("tiled_mlp") is False:  # a flag that turns off the recipe's tiling
             merged = {key: value for key, value in merged.items() if key not in OF_BLOCKS}
         merged.update(folded)
     if trainer:
@@ -506,7 +506,7 @@ RECIPE_RULES: tuple[tuple[Callable[[Recipe], object], str], ...] = (
      "compare runs in one process, got engine {r.engine!r}; drop compare, or use --engine single"),
     (lambda r: r.on_oom == "retry" and not r.tiled_mlp,
      "on_oom 'retry' lowers the tile size, which needs tiled_mlp true; drop one"),
-    # One answers an out-of-memory too; the other leaves nothing whole to go on from.
+    # The first handles an out-of-memory too; the second leaves no complete checkpoint.
     (lambda r: r.on_oom == "retry" and (r.trainer.get("auto_find_batch_size") or r.trainer.get("save_only_model")),
      "on_oom 'retry' does not support trainer.auto_find_batch_size and save_only_model; drop one"),
 )  # fmt: skip
@@ -525,7 +525,7 @@ def resolve(recipe: Recipe) -> Recipe:
     check_combination(recipe.combination)
     filled: dict[str, Any] = {"compare": bool(recipe.compare)}
     if recipe.on_oom == "retry":
-        filled["loss_tile"] = recipe.loss_tile or TRL_LOSS_TILE  # ours, which can become smaller
+        filled["loss_tile"] = recipe.loss_tile or TRL_LOSS_TILE  # ours, whose tile can be reduced
     if recipe.is_demo:
         filled["learning_rate"] = recipe.learning_rate or 3e-3
         filled["loss_tile"] = recipe.loss_tile or 512

@@ -166,7 +166,7 @@ def takes_json_arguments(tokenizer: Any) -> bool:
     def is_written(messages: list[dict[str, Any]]) -> bool:
         try:
             return "seqtile-call" in tokenizer.apply_chat_template(messages, tokenize=False)
-        except Exception:  # noqa: BLE001 - a template is a program, and this one wants its calls otherwise
+        except Exception:  # noqa: BLE001 - a template is a program, and this one needs other calls
             return False
 
     return bool(tokenizer.chat_template) and not is_written(messages) and is_written(with_json_arguments(messages))
@@ -253,7 +253,7 @@ def _find_left_out(messages: list[dict[str, Any]], row: Mapping[str, Any], token
     kwargs = row.get("chat_template_kwargs") or {}
     try:
         text = tokenizer.apply_chat_template(marked, tokenize=False, tools=tools or None, **kwargs)
-    except Exception:  # noqa: BLE001 - a template that looks into its messages; it has taken the real ones
+    except Exception:  # noqa: BLE001 - a template that inspects its messages; it has accepted the real ones
         return []
     for mark, content in required.items():
         if mark not in text:

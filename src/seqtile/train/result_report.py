@@ -156,7 +156,7 @@ def _plot_side(axes: Axes, side: Side) -> None:
     start = 0
     for part, run in groupby(getattr(sample.phase, "part", REST) for sample in samples):
         stop = start + len(list(run))
-        # Up to the next part's first sample, so that no gap opens between two parts.
+        # Up to the next phase's first sample, to leave no gap.
         axes.fill_between(
             x[start : stop + 1],
             [*y[start:stop], y[stop - 1]][: len(x[start : stop + 1])],

@@ -142,7 +142,7 @@ def describe_run(recipe: Recipe, trainer: Any) -> dict[str, Any]:
     """
     return {
         "data": None if recipe.streaming else digest_rows(trainer.train_dataset),
-        # What trains is in the checkpoint itself. Ranks that hold a shard have no whole weight to look at.
+        # Trained weights are in the checkpoint. Ranks with shards have no whole weight to compare.
         "frozen": digest_frozen(trainer.model) if trainer.args.world_size == 1 else None,
         "tiling": {key: recipe.model_dump(mode="json")[key] for key in TILING},
         "rows_of_a_step": recipe.rows_of_a_step,
@@ -185,7 +185,7 @@ def check_same_run(
     end = "--resume must keep the run as it was; start a new one with another --output"
     if mark.processes != trainer.args.world_size:
         writers = f"{name} was written by {mark.processes} processes, this run has {trainer.args.world_size}"
-        # DDP's checkpoints hold everything for every rank, and PyTorch deals FSDP2's shards out again.
+        # DDP's checkpoints are complete for every rank, and PyTorch redistributes FSDP2's shards.
         if not (recipe.engine == "ddp" or (recipe.engine == "fsdp2" and (checkpoint / FSDP_SHARDS).is_dir())):
             raise UserError(f"{writers}; {end}")
         if marked.get("rows_of_a_step") != run["rows_of_a_step"]:

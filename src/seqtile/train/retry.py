@@ -89,7 +89,7 @@ class StepWatch:
     def __init__(self, trainer: Any, recipe: Recipe, tiling: Report | None, output: Path) -> None:
         self.recipe, self.tiling = recipe, tiling
         self._trainer, self._output = trainer, output
-        # Compiled layers would be cut in two by a hook.
+        # A hook would break the graph of compiled layers.
         compiled = bool(getattr(trainer.args, "torch_compile", False))
         self._whereabouts = None if compiled else Whereabouts(causal_model(trainer.model))
         self._checkpoints = recipe.recomputes
@@ -104,7 +104,7 @@ class StepWatch:
     @property
     def in_place(self) -> bool:
         """Whether a failed forward or backward can be done again here."""
-        in_backward = "lomo" in str(self._trainer.args.optim)  # LOMO changes weights before the backward is over
+        in_backward = "lomo" in str(self._trainer.args.optim)  # LOMO updates weights during backward
         return self.recipe.on_oom == "retry" and self.recipe.engine == "single" and not in_backward
 
     def run(self, call: Any, first: bool, step: Callable[[Any], torch.Tensor]) -> list[torch.Tensor]:
@@ -129,7 +129,7 @@ class StepWatch:
                 retry = next_retry(self.recipe, location, len(self.retries))
                 if retry is None:
                     raise
-            # Here the error is gone, and with it the frames that held the failed step's tensors.
+            # The error is released here, and with it the failed step's tensors in its frames.
             self._go_on(retry)
             todo = self._calls
 
@@ -153,7 +153,9 @@ class StepWatch:
         memory, _ = device_memory(trainer.model)
         tensors = largest_tensors(error, trainer.model, trainer.optimizer, self._whereabouts)
         live = ["largest live tensors:", *(f"  {line}" for line in tensors), *([memory] if memory else [])]
-        error.__traceback__ = error.__context__ = error.__cause__ = None  # frames that hold the failed step's tensors
+        error.__traceback__ = error.__context__ = error.__cause__ = (
+            None  # their frames reference the failed step's tensors
+        )
         release()
         if retry is not None:
             return OutOfMemory(said({**retry, "how": "from the last checkpoint"}), retry, self.retries)

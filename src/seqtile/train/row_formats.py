@@ -207,7 +207,7 @@ def read_messages(row: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
 
 
 def _read_message(message: Any, name: str) -> dict[str, Any]:
-    # Arrow fills missing keys with nulls, and templates ask whether a key is there.
+    # Arrow fills missing keys with nulls, and templates test whether a key is defined.
     fields = {key: value for key, value in message.items() if value is not None} if isinstance(message, dict) else {}
     role, content = fields.pop("from", None), fields.pop("value", None)
     role, content = fields.pop("role", role), fields.pop("content", content)
@@ -304,7 +304,7 @@ def _read_answered(row: Mapping[str, Any], question: str, answer: str) -> dict[s
     """Alpaca's columns: joined as LLaMA-Factory joins them, and rendered by the chat template."""
     messages = []
     for turn in row.get("history") or []:
-        if not isinstance(turn, list) or len(turn) != 2:  # of an object, its keys would be trained
+        if not isinstance(turn, list) or len(turn) != 2:  # else an object's keys would be trained
             raise RowError("'history' has entries that are not question-answer pairs")
         messages += [{"role": "user", "content": turn[0]}, {"role": "assistant", "content": turn[1]}]
     text, extra = _text(row, question), next((name for name in ("input", "context") if row.get(name)), None)
@@ -345,7 +345,7 @@ def read_ids(row: Mapping[str, Any], *, completion_only: bool | None) -> dict[st
     span = slice(positions[0], positions[-1] + 1)
     if not visible[span].all():
         raise RowError("'attention_mask' masks tokens in the middle, which the trainer would not mask")
-    # TRL reads neither: its collator counts the positions of a row through.
+    # TRL reads neither: its collator numbers the positions of a row from 0.
     restarts = "position_ids" in columns and (numpy.diff(columns["position_ids"][span]) != 1).any()
     if restarts or len(row.get("seq_lengths") or ()) > 1:
         raise RowError(

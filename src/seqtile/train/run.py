@@ -89,7 +89,7 @@ def train(
                 if of_disk is None:
                     raise
                 raise of_disk from None
-            # Here the error is gone, and with it the model and the trainer that its frames held.
+            # The error is released here, and with it the model and the trainer in its frames.
             release()
             start, _ = newest_whole(Path(str(recipe.output)))
             if start is None:
@@ -171,7 +171,7 @@ def _attempt(
     if trainer.args.should_save:
         output.mkdir(parents=True, exist_ok=True)
         lock.take()
-        # A run that was short may have come and gone since the first look.
+        # A short run may have started and ended since the first check.
         if start is None and not resume:
             check_output(recipe, output, overwrite=overwrite)
         elif start is None and not nothing_saved(output):
@@ -287,7 +287,7 @@ def _build(recipe: Recipe, output: Path, start: Path | None, display: Display) -
     if stream is not None:
         trainer.data["train"] = stream.summary
     if recipe.lora is not None:
-        # TRL put the adapters on: what has them in it is judged with them, projections and experts among it.
+        # TRL has added the adapters: blocks, projections and experts are checked with them.
         tiling = tile(causal_model(trainer.model), recipe)
     if recipe.loss_tile:
         tile_head(causal_model(trainer.model), recipe.loss_tile)
@@ -379,7 +379,7 @@ def _train_and_save(
     trainer.step.close()
     if failed is not None:
         raise trainer.step.end(failed)
-    stop.agree(trainer.args.device)  # a signal since the last step has come to some of the ranks, or to all
+    stop.agree(trainer.args.device)  # a signal since the last step may have reached only some ranks
     recipe, tiling = trainer.step.recipe, trainer.step.tiling
     ran = str(what_ran(trainer.model))  # before a comparison runs other tiles
     if stop.received is None:

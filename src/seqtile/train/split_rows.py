@@ -56,7 +56,7 @@ class _Parts(Dataset[Any]):
         self._next = number + 1
         item = next(self._iterator)
         if self._next == len(self):
-            next(self._iterator, None)  # accelerate counts the loaders that have not come to their end
+            next(self._iterator, None)  # accelerate counts loaders that are not exhausted
         return item
 
     def _from(self, number: int) -> Iterator[Any]:
@@ -65,7 +65,7 @@ class _Parts(Dataset[Any]):
         rows, parts = divmod(number, self._size)
         # Every process of the group skips as much, so that they gather the same rows.
         remaining = skip_first_batches(self._rows, rows) if rows else self._rows
-        # accelerate 1.12 begins what it has cut off at epoch 0:
+        # accelerate 1.12 restarts a skipped loader at epoch 0:
         # https://github.com/huggingface/accelerate/blob/v1.12.0/src/accelerate/data_loader.py
         if hasattr(remaining, "set_epoch"):
             remaining.set_epoch(self.epoch)

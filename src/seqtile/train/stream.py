@@ -80,7 +80,7 @@ class Stream:
     def _check(self, counts: bool = True) -> Iterator[dict[str, Any]]:
         has_good, first_problem = False, ""
         for index, row in enumerate(self._read()):
-            # The first few rows come more than once.
+            # The first few rows are read more than once.
             is_new = counts and index >= self.summary.rows
             self.summary.rows += is_new
             try:

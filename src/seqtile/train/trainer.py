@@ -67,7 +67,7 @@ class _SplitLoss(transformers.Trainer):
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         batches, count = super().get_batch_samples(*args, **kwargs)
         if self._splits_rows and batches:
-            # Of all ranks, each of which has counted its own part; Transformers takes the parts for whole rows.
+            # Sum over ranks: each has counted its part, which Transformers takes for whole rows.
             rank_tokens = torch.stack([(batch["shift_labels"] != IGNORED).sum() for batch in batches]).sum()
             count = self.accelerator.gather(rank_tokens.to(self.args.device)).sum()
         return batches, count
@@ -109,7 +109,7 @@ class Trainer(SFTTrainer, _SplitLoss):
             self.args.activation_checkpointing_kwargs = self.args.gradient_checkpointing_kwargs
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
         if plugin is not None and plugin.transformer_cls_names_to_wrap is None:
-            # Models name layers of towers that they may not have, and every class that is not to be split.
+            # Models list layer classes of towers that they may not have, and every class that must not be split.
             model = cast("torch.nn.Module", self.model)
             names = {type(model.get_submodule(layer.name)).__name__ for layer in decoder_layers(model)}
             plugin.transformer_cls_names_to_wrap = sorted(names) or None
@@ -119,7 +119,7 @@ class Trainer(SFTTrainer, _SplitLoss):
         self.all_done = False
         self.step: StepWatch | None = None
         self.running_tokens = 0
-        # Transformers counts partial checkpoints as checkpoints, and deletes before the new one is whole.
+        # Transformers counts incomplete checkpoints, and deletes old ones before the new one is complete.
         self._limit, self.args.save_total_limit = self.args.save_total_limit, None
         self._saved_step = -1
         self.loaded = False
@@ -148,7 +148,7 @@ class Trainer(SFTTrainer, _SplitLoss):
         whole.max_length, whole.shuffle_dataset = None, False
         prepare = super()._prepare_dataset
         tokenised = mask_messages(prepare(dataset, processing_class, whole, False, formatting_func, dataset_name))
-        if isinstance(dataset, IterableDataset):  # nothing can be counted before it has come
+        if isinstance(dataset, IterableDataset):  # a stream cannot be counted in advance
             if self._rows.stream is not None:
                 self._rows.stream.summary.max_length = None if packing else args.max_length
                 keep_end = {"keep_end": args.truncation_mode == "keep_end"}
@@ -257,7 +257,7 @@ class Trainer(SFTTrainer, _SplitLoss):
         if self.args.should_save:
             (output / MARK).unlink(missing_ok=True)
         self.save_model(str(output))
-        self.create_model_card()  # over PEFT's, which knows the adapters alone
+        self.create_model_card()  # replaces PEFT's, which only describes the adapters
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
             write_mark(output, CheckpointMark(step=self.state.global_step), only=RESULT)
@@ -285,11 +285,11 @@ class Trainer(SFTTrainer, _SplitLoss):
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         step = self.state.global_step
         if step == self._saved_step:
-            return  # asked for twice, at the end of a step and of its epoch: what is whole is not written again
+            return  # requested twice, at the end of a step and of its epoch: do not write it again
         output = Path(self._get_output_dir(trial))
         if self.args.should_save:
             set_aside(output, step)
-            # Transformers looks whether the best checkpoint is there, in which FSDP has written nothing by then.
+            # Transformers checks that the best checkpoint exists before FSDP has written it.
             (output / f"checkpoint-{step}").mkdir(parents=True, exist_ok=True)
         self.accelerator.wait_for_everyone()
         super()._save_checkpoint(model, trial)  # type: ignore[no-untyped-call]
@@ -326,7 +326,7 @@ class Trainer(SFTTrainer, _SplitLoss):
             call = (model, inputs, *args)
             done = self.step.run(call, not self._batches, lambda step_args: run(*step_args, **kwargs))  # type: ignore[no-untyped-call]
             loss = done.pop()
-            if done:  # done again: the losses that were logged of the former try are taken back
+            if done:  # repeated: drop the losses that were logged in the failed attempt
                 loss, self._losses = loss + sum(done) - sum(self._losses), done
         else:
             loss = super().training_step(model, inputs, *args, **kwargs)  # type: ignore[no-untyped-call]
@@ -362,7 +362,7 @@ class Trainer(SFTTrainer, _SplitLoss):
             first = int((~finite).nonzero()[0])
             what, culprits = [f"the loss is {losses[first].item()}"], [(first, batches[first])]
         elif norm_is_bad:
-            # The sum over all micro-batches and ranks: which of them it came from is not known.
+            # The norm is over all micro-batches and ranks, so its origin is unknown.
             what, culprits = [f"the gradient norm is {float(norm)}"], [*enumerate(batches)]
         for number, batch in culprits[:SHOWN_SEQUENCES]:
             what += self._told(batch, f"micro-batch {number + 1} of {len(batches)}")
@@ -380,7 +380,7 @@ class Trainer(SFTTrainer, _SplitLoss):
     def _sentence(self, by_rank: list[list[str]]) -> str:
         step, output = self.state.global_step, Path(self.args.output_dir or "")
         lines = []
-        # One rank's loss makes every rank's gradient what it is, so only the losses tell where it came from.
+        # One rank's loss affects every rank's gradient, so only losses locate the origin.
         losses = [rank for rank, what in enumerate(by_rank) if what and what[0].startswith("the loss")]
         for rank in losses or range(len(by_rank)):
             on_rank = f" on rank {rank}" if len(by_rank) > 1 else ""
@@ -431,7 +431,7 @@ class _Checks(TrainerCallback):
         self.trainer = trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        # A resumed state carries the intervals of the run before; those of this recipe count.
+        # A resumed state has the previous run's intervals; this recipe's replace them.
         state.compute_steps(args, state.max_steps)
         if self.trainer.all_done:
             raise _NothingToTrain

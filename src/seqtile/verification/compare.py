@@ -79,7 +79,7 @@ def verify(
             raise UserError("only= needs tile= for a model that is already tiled; add tile=, or drop only=")
         model.train()
         candidates = find_blocks(model, everything=True)[0]
-        with non_reentrant(model) as was_reentrant:  # those can lose gradients themselves: no reference
+        with non_reentrant(model) as was_reentrant:  # reentrant ones can lose gradients, so they are no reference
             truth, precision = (None, None) if reference is None else truth_of(model, batch, loss_fn, seed, notes)
             untiled = Measured(model, batch, loss_fn, seed)
         if was_reentrant:
@@ -126,7 +126,7 @@ def judged(
         notes: what is known so far.
     """
     if truth is not None and untiled.drew_random_numbers:
-        truth, precision = None, None  # other dtypes draw other numbers: the copy is no truth
+        truth, precision = None, None  # other dtypes draw other numbers, so the copy is no reference
     notes = [*notes, *_notes(untiled, tiled, sizes)]
     dtypes = {name: weight.dtype for name, weight in model.named_parameters()}
     differences = [
@@ -165,7 +165,7 @@ def truth_of(
         twin = copy.deepcopy(model).to(dtype=dtype)
         choose_experts = getattr(twin, "set_experts_implementation", None)
         if callable(choose_experts):
-            choose_experts("eager")  # the grouped product takes no fp64
+            choose_experts("eager")  # the grouped product does not support fp64
         with torch.autocast(next(model.parameters()).device.type, enabled=False):
             return Measured(twin, fresh(batch, dtype), loss_fn, seed).gradients, name
     except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
@@ -191,7 +191,7 @@ def _with_dropout(
     lowest = min(dtypes.values(), key=lambda dtype: dtype.itemsize if dtype in floats else 8)
     apart = difference("loss", plain.gradients["loss"], tiled.gradients["loss"], None, lowest)
     if apart.score > 1:
-        # An operator of another make may draw in another order, which is no fault.
+        # Another operator may draw in another order, which is not an error.
         notes.append(f"{places} was off: with it, plain tiles draw other masks, which cannot be compared")
         return []
     notes.append(

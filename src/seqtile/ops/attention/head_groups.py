@@ -248,7 +248,7 @@ class _HeadGroups(torch.autograd.Function):
                 else:
                     mask = work.skip(x)
                     if keeps_graph():
-                        qkv = [tensor.clone() for tensor in qkv]  # another backward will want them
+                        qkv = [tensor.clone() for tensor in qkv]  # another backward will need them
             rows = dy.reshape(-1, dy.shape[-1]).to(work.dtype)  # [N, D]
             low = work.out.low_rank_gradient(rows)
             if work.out.trains:

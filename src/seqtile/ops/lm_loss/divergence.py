@@ -196,7 +196,7 @@ _ROUNDING = 0.1
 def _of_top_k(student: Tensor, teacher: TeacherTopK, valid: Tensor, beta: float) -> Tensor:
     """Divergence of ``k + 1`` classes, ``[...]``, from the student's log-probabilities ``[..., k]``."""
     log_probs = teacher.log_probs.detach().to(student.device, student.dtype)
-    aside = -math.log(2 * student.shape[-1])  # any distribution, for tokens that do not count
+    aside = -math.log(2 * student.shape[-1])  # any distribution, for ignored tokens
     log_s, log_t = (_with_rest(torch.where(valid.unsqueeze(-1), each, aside)) for each in (student, log_probs))
     t = log_t.exp()
     if beta == 0.0:

@@ -83,7 +83,7 @@ class KeptTokens:
                 raise ValueError(condition.sentence.format(value=first))
         if count == total:
             return cls(total, labels, None)
-        # Positions of those that count first, in their order; unlike nonzero it does not ask the device how many.
+        # Positions of kept tokens first, in order; unlike nonzero this does not synchronise with the device.
         index = valid.to(torch.uint8).argsort(descending=True, stable=True)[:count]
         return cls(total, labels.index_select(0, index), index)
 

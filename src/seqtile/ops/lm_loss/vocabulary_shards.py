@@ -145,7 +145,7 @@ class _Sharded(torch.autograd.Function):
         needs = ctx.needs_input_grad[6:]
         hidden, weight, *biases, index, ids, temperature, _, is_local = ctx.save.saved_tensors
         targets, kept = TileTargets(ids, temperature, None, is_local), KeptTokens(hidden.shape[0], ids, index)
-        # Every rank runs this with what it was handed, or the reduction would wait for one that was handed nothing.
+        # Every rank runs this, also without a gradient, or the reduction would hang.
         factor = torch.zeros_like(ctx.lse) if upstream is None else -kept.take(upstream)
         of_entropy = None if entropy_upstream is None else kept.take(entropy_upstream)
         with plan.casts.off():
