@@ -358,7 +358,7 @@ def count_live_bytes(device: torch.device | str | None = None) -> Iterator[LiveB
         device: the device to count; None means the accelerator if there is one, else the CPU.
 
     Yields:
-        A :class:`LiveBytes`, readable inside and after the ``with``.
+        LiveBytes: readable inside and after the ``with``.
     """
     if device is None:
         device = accelerator() or "cpu"

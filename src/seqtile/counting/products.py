@@ -174,7 +174,7 @@ def count_products() -> Iterator[Products]:
     ``count_live_bytes``, activation checkpoints and fake tensors.
 
     Yields:
-        A :class:`Products`, readable inside and after the ``with``.
+        Products: readable inside and after the ``with``.
     """
     products = Products()
     with Watch(products.see):
