@@ -41,15 +41,15 @@ def ladder(name: str) -> Iterator[str]:
     """One line a rung; times are estimates of the plan."""
     rungs = read_rows(name)
     common = f"µs/token at {rungs[0]['common']['tokens']:,}"
-    yield f"| rung | longest | at the high estimate | limited by | a step | {common} |"
+    yield f"| rung | longest | at the high estimate | a step | {common} | limited by |"
     yield "|---|---|---|---|---|---|"
     for row in rungs:
         if "skipped" in row:
-            yield f"| {row['rung']} | | | not with sp-size {row['sp_size']} | | |"
+            yield f"| {row['rung']} | | | | | not with sp-size {row['sp_size']} |"
             continue
         limit, each = row["limited_by"].rpartition(": ")[2], row["common"]["device_us_per_token"]
         lengths = f"{row['max_length']:,} | {row['sure_length']:,}"
-        yield f"| {row['rung']} | {lengths} | {limit} | {row['step_seconds']:,.0f} s | {each:,.0f} |"
+        yield f"| {row['rung']} | {lengths} | {row['step_seconds']:,.0f} s | {each:,.0f} | {limit} |"
     yield ""
     yield f"{source(rungs[0])}."
 
