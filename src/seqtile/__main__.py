@@ -19,7 +19,7 @@ def main() -> NoReturn:
         package = (error.name or "").partition(".")[0]
         if package not in FROM_TRAIN:
             raise
-        sys.stderr.write(f"seqtile: {package} is not installed; run: pip install 'seqtile[train]'\n")
+        sys.stderr.write(f"seqtile: {package} is not installed; from a clone run: pip install '.[train]'\n")
         sys.exit(2)
 
 

@@ -294,7 +294,7 @@ def test_the_command_of_a_plain_install_is_one_sentence() -> None:
     command = "import sys; sys.argv = ['seqtile', 'plan', '--help']; from seqtile.__main__ import main; main()"
     done = subprocess.run([sys.executable, "-c", WITHOUT + command], capture_output=True, text=True, timeout=500)
     assert done.returncode == 2 and done.stdout == ""
-    assert re.fullmatch(r"seqtile: \w+ is not installed; run: pip install 'seqtile\[train\]'\n", done.stderr)
+    assert re.fullmatch(r"seqtile: \w+ is not installed; from a clone run: pip install '\.\[train\]'\n", done.stderr)
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["--version"]], ids=" ".join)
