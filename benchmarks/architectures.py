@@ -352,7 +352,7 @@ def one_line(error: BaseException) -> str:
 
 def reason(record: Record) -> str:
     """Why there is no equal result; of a refusal only what was found in the model."""
-    found = re.search(r"; found (.*?)(; pass |$)", record.refused)
+    found = re.search(r"; found (.*?)(; name a block with |$)", record.refused)
     refused = one_line(ValueError(found[1] if found else record.refused)) if record.refused else ""
     return record.error or refused or ("" if record.result == "equal" else record.result)
 
