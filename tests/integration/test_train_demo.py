@@ -91,7 +91,7 @@ def test_the_default_demo_learns_and_halves_the_peak(tmp_path: Path):
     assert untiled["units"] == pytest.approx(11, abs=1e-9)
     # Both sides compute in fp32; sums in another order differ by some units in its last place (6e-8).
     assert numbers["comparison"]["gradient_error"] < 1e-5
-    for words in ("runs/demo", "peak     tiled in", "GEMM FLOPs / (2 N D F) per MLP", "8,192 tokens"):
+    for words in ("runs/demo", "peak     tiled: ", "GEMM FLOPs / (2 N D F) per MLP", "8,192 tokens"):
         assert words in result.stdout
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "runs/demo")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "runs/demo")
