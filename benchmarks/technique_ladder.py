@@ -237,7 +237,7 @@ def plan_ladder(arguments: argparse.Namespace) -> list[Row]:
     from seqtile.planner.names import SCANS, check_names, split_offload
 
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    on_host, engine_offload = split_offload(arguments.offload)
+    on_host, engine_offload = split_offload(arguments.offload, arguments.engine)
     check_names(
         engine=arguments.engine, attention=Request.attention, precision=Request.precision, optimizer=Request.optimizer,
         engine_offload=engine_offload, gpus=arguments.gpus, sp_size=arguments.sp_size, batch=1, accumulation=1, nodes=1,

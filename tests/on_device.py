@@ -26,7 +26,7 @@ PARTS: dict[str, list[str]] = {
         "numerics/test_state_tiles.py", "numerics/test_offload.py", "numerics/test_dropout.py",
     ],
     "combinations": ["numerics/test_combinations.py", "-k", "not compiled"],
-    "effects": ["numerics/test_effects.py"],
+    "effects, weights on the host": ["numerics/test_effects.py", "numerics/test_host_weights.py"],
     "compiled layers": ["numerics/test_combinations.py", "-k", "compiled"],
     "steps, peers": ["device/test_steps.py", "device/test_peers.py"],
 }  # fmt: skip

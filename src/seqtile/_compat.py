@@ -391,6 +391,14 @@ def active_fake_mode() -> Any:
 backward_pass: Callable[[], int] = _find("torch._C._current_graph_task_id")
 """Identity of the running backward pass, -1 outside of one."""
 
+
+def after_backward(callback: Callable[[], object]) -> None:
+    """Call ``callback`` when the running backward pass is over; as FSDP2 does in its post-backward."""
+    _engine.queue_callback(callback)
+
+
+_engine: Any = _find("torch.autograd.Variable._execution_engine")
+
 _keeps_graph: Any = _find("torch._C._autograd._get_current_graph_task_keep_graph")
 
 

@@ -35,7 +35,7 @@ from seqtile.install.report import Report
 from seqtile.options import DEFAULTS, TilingOptions, unknown_keys
 from seqtile.planner.accelerators import DEVICES, Device, find_device
 from seqtile.planner.estimate import Estimate
-from seqtile.planner.explain import next_step, offload_of
+from seqtile.planner.explain import next_step, planned_offload
 from seqtile.planner.ladder import CHOSEN, DoesNotFit, choose_rung
 from seqtile.planner.names import STATE_BYTES
 from seqtile.planner.phases import causal_model
@@ -196,7 +196,7 @@ def choose(
         why.append("not included: the [tokens, tokens] mask that sdpa attention builds for packed documents")
     options = rung.settings
     if options.offload:
-        options = replace(options, offload=offload_of(rung.planner, estimate))
+        options = replace(options, offload=planned_offload(rung.planner, estimate))
     chosen_values = {
         "tile": options.tile if options.tiled else "none", "loss_tile": options.loss_tile,
         "checkpoint": options.checkpoint or "none", "offload": str(options.offload).lower(), "keep": options.keep,
@@ -413,5 +413,5 @@ def planned_options(options: TilingOptions) -> TilingOptions:
     loss_tile = options.loss_tile if options.loss_tile != DEFAULTS["loss_tile"] else PLANNED.loss_tile
     return replace(
         options, loss="tiled", loss_tile=loss_tile, checkpoint=options.checkpoint or PLANNED.checkpoint,
-        offload=bool(options.offload), keep=0.0 if options.keep == "auto" else options.keep,
+        offload=options.unbounded_offload, keep=0.0 if options.keep == "auto" else options.keep,
     )  # fmt: skip

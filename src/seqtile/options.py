@@ -104,7 +104,9 @@ class TilingOptions:
         None, "Checkpointing: layer, attention-saved or none", choices=(*CHECKPOINT_POLICIES, "none"),
         flag_values={**{word: word for word in ("auto", *CHECKPOINT_POLICIES)}, "none": None},
     )  # fmt: skip
-    offload: bool | str = option(False, "Offload checkpoints to host memory; a size limits it", commands=())
+    offload: bool | str = option(
+        False, "To host memory: checkpoints, 64GB (of them), weights (frozen), or checkpoints+weights", commands=()
+    )
     heads: int | str | None = option(
         None, "Key-value heads per pass of attention (default all)", commands=("train", "plan"), metavar="N", least=1,
         flag=int, file=int | Literal["auto"] | None,
@@ -138,8 +140,9 @@ class TilingOptions:
         if self.checkpoint not in (None, "auto", *CHECKPOINT_POLICIES):
             names = ", ".join(map(repr, CHECKPOINT_POLICIES))
             raise UserError(f"got checkpoint={self.checkpoint!r}, expected one of {names}, 'none', or None")
-        if self.offload_room is None:
-            raise UserError(f"got offload={self.offload!r}, expected True, False or a size such as '64GB'")
+        if self.offload == "checkpoints":
+            object.__setattr__(self, "offload", True)
+        self._offload  # noqa: B018
         try:
             self.loss_rule  # noqa: B018
         except (TypeError, ValueError) as error:
@@ -177,12 +180,35 @@ class TilingOptions:
         """``keep``, parsed, for each of ``blocks`` blocks."""
         return parse_keep(self.keep, blocks)
 
+    @property
+    def offload_room(self) -> bool | int:
+        """Whether checkpoints wait on the host, or the bytes that they may take there."""
+        return self._offload[0]
+
+    @property
+    def weights_on_host(self) -> bool:
+        """Whether frozen weights of decoder layers wait on the host."""
+        return self._offload[1]
+
+    @property
+    def unbounded_offload(self) -> bool | str:
+        """``offload`` without a size: a plan takes it from the host's memory."""
+        return offload_of(bool(self.offload_room), self.weights_on_host)
+
     @cached_property
-    def offload_room(self) -> bool | int | None:
-        """``offload``, parsed: whether checkpoints wait on the host, or bytes that they may take; None: neither."""
+    def _offload(self) -> tuple[bool | int, bool]:
         if isinstance(self.offload, bool):
-            return self.offload
-        return (parse_bytes(self.offload) or None) if isinstance(self.offload, str) else None
+            return self.offload, False
+        words = [word.strip() for word in self.offload.split("+")] if isinstance(self.offload, str) else [""]
+        of_checkpoints: list[bool | int] = [
+            word == "checkpoints" or parse_bytes(word) or 0 for word in words if word != "weights"
+        ]
+        if len(of_checkpoints) > 1 or len(words) > 2 or not all(of_checkpoints):
+            raise UserError(
+                f"got offload={self.offload!r}, expected True or 'checkpoints', a size for them such as '64GB', "
+                "'weights', or both: 'checkpoints+weights'"
+            )
+        return of_checkpoints[0] if of_checkpoints else False, "weights" in words
 
     def without_blocks(self) -> TilingOptions:
         """The options for a model whose blocks stay untiled: those that only concern blocks are at their defaults."""
@@ -191,6 +217,13 @@ class TilingOptions:
     def for_plan(self) -> TilingOptions:
         """The options with those that no plan depends on at their defaults."""
         return replace(self, **{name: DEFAULTS[name] for name, how in WRITTEN.items() if not how.plan})
+
+
+def offload_of(checkpoints: bool | str, weights: bool) -> bool | str:
+    """The option ``offload`` for checkpoints (a size bounds them) and frozen weights on the host."""
+    if not weights:
+        return checkpoints
+    return f"{'checkpoints' if checkpoints is True else checkpoints}+weights" if checkpoints else "weights"
 
 
 def _is_only(value: object) -> bool:

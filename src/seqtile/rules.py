@@ -181,7 +181,7 @@ RULES: tuple[Rule, ...] = (
     (lambda c: c.idle_loss, "{c.idle_loss} needs loss 'tiled'"),
     (lambda c: c.options.checkpoint == "auto" and not c.chooses,
      "checkpoint 'auto' is for plans; use 'layer' or 'attention-saved', or drop it"),
-    (lambda c: (c.options.checkpoint or c.options.offload) and not c.recomputes,
+    (lambda c: (c.options.checkpoint or c.options.offload_room) and not c.recomputes,
      "checkpoint and offload need activation checkpointing, which is off; turn it on, or drop them"),
     (lambda c: c.unverified,
      "{c.unverified}: not verified with {c.framework}'s trainer, which has its own loss and checkpoints; drop it"),
@@ -191,13 +191,13 @@ RULES: tuple[Rule, ...] = (
      "(tiled_mlp_use_original_mlp: false)"),
     (lambda c: c.options.loss and c.losses,
      "loss 'tiled' and {c.losses[0]} both compute the loss; set {c.losses[0]}: false, or drop loss"),
-    (lambda c: (c.options.checkpoint or c.options.offload) and c.checkpointers,
+    (lambda c: (c.options.checkpoint or c.options.offload_room) and c.checkpointers,
      "{c.checkpointers[0]} and checkpoint or offload both decide what activation checkpoints keep; drop one"),
     # A selective checkpoint saves what each tile's products return: all of gate and up, which no backward reads.
     (lambda c: c.options.tiled and c.product_savers,
      "{c.product_savers[0]} saves the products of every tile, so tiling frees nothing; drop it, name only "
      "attention's projections in save_modules, or set tiled_mlp: false"),
-    (lambda c: c.options.offload and c.offloaders,
+    (lambda c: c.options.offload_room and c.offloaders,
      "offload and {c.offloaders[0]} both offload activations; keep one"),
     # Processes and engines.
     (lambda c: c.engine == "single" and (c.processes or 1) > 1,
@@ -212,6 +212,10 @@ RULES: tuple[Rule, ...] = (
      "offload of weights needs an engine that shards them, got engine 'zero2'; use zero3 or fsdp2"),
     (lambda c: c.engine == "fsdp2" and len({*c.engine_offload}) == 1,
      "engine 'fsdp2' offloads weights and optimizer together, got {c.moved} only; set both, or use zero3"),
+    (lambda c: c.options.weights_on_host and c.engine not in (None, "single"),
+     "offload 'weights' needs engine 'single', got {c.engine!r}; zero3 and fsdp2 have their own (engine_offload)"),
+    (lambda c: c.options.weights_on_host and c.engine is not None and not c.adapters,
+     "offload 'weights' needs frozen weights, and every weight trains; train adapters (lora), or drop 'weights'"),
     (lambda c: c.engine in SHARDED and c.trainer.get("save_on_each_node"),
      "trainer.save_on_each_node with engine {c.engine!r} would leave no complete checkpoint on any node; drop it, "
      "and use a shared directory for --output"),

@@ -228,7 +228,7 @@ def test_the_recipe_keeps_attention_and_offloads(directory: Path, tmp_path: Path
     if tiled:
         assert "attention's output saved" in str(runs["kept"].tiling)
     for wrong, words in (
-        ({"offload": "much"}, "expected True, False or a size"),
+        ({"offload": "much"}, "expected True or"),
         ({"checkpoint": "none", "offload": True}, "activation checkpointing, which is off"),
     ):
         with pytest.raises(seqtile.UserError, match=words):

@@ -205,8 +205,8 @@ def test_two_offloads_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"offload": "yes"}, "expected True, False or a size"),
-        ({"offload": "much"}, "expected True, False or a size"),
+        ({"offload": "yes"}, "expected True or"),
+        ({"offload": "much"}, "expected True or"),
         ({"checkpoint": "some"}, "expected one of 'layer', 'attention-saved'"),
     ],
 )

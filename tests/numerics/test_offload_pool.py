@@ -224,7 +224,7 @@ def test_strides_and_types_come_back(machine: Machine) -> None:
     ):  # fmt: skip
         found = park(memory, tensor).take()
         assert torch.equal(found, tensor) and found.dtype == tensor.dtype
-        if host_offload._is_dense(tensor):
+        if host_offload.is_dense(tensor):
             assert found.stride() == tensor.stride()
 
 

@@ -21,6 +21,7 @@ from seqtile.planner.accelerators import Device
 from seqtile.planner.estimate import Bounds
 from seqtile.planner.ladder import LADDER, choose_rung, tighter
 from seqtile.planner.request import Request
+from seqtile.planner.step_config import Lora
 from seqtile.train import fit as fits
 from seqtile.train import launch, run
 from seqtile.train.recipe import Recipe, build_recipe, read_recipe, resolve
@@ -31,6 +32,9 @@ GIB = 2**30
 TAKES = {(None, False): 100, ("attention-saved", False): 60, ("layer", False): 40, ("attention-saved", True): 30,
          ("layer", True): 20}  # fmt: skip
 """GiB of a model that is made up; tiles take 8 more at 8,192 tokens, keep 10; all heads at once 4, whole norms 1."""
+WEIGHTS = 12
+"""GiB of its frozen weights, part of the others."""
+
 MINIMAL_MEMORY = {"blocks": "mlp+norm+projections", "heads": 1}
 
 
@@ -57,7 +61,8 @@ class Planned:
     def estimate(self, tokens: int) -> Any:
         options = self.request.options
         tile = 8192 if options.tile == "auto" else options.tile
-        takes = TAKES[options.checkpoint, options.offload] + tile / 1024 + 10 * options.keep
+        takes = TAKES[options.checkpoint, bool(options.offload_room)] + tile / 1024 + 10 * options.keep
+        takes -= WEIGHTS * options.weights_on_host
         takes -= 4 * (options.heads is not None) + (options.blocks != "auto")
         return SimpleNamespace(
             device=Bounds(*(GIB * (takes + more) for more in (-self.spread, 0, self.spread))),
@@ -70,6 +75,9 @@ class Planned:
 
     def fits_at_the_high_estimate(self, estimate: Any) -> bool:
         return bool(estimate.device.high <= self.request.device.memory)
+
+    def at_least(self, tokens: int) -> float:
+        return GIB * (WEIGHTS + 1)
 
     def longest(self) -> tuple[int, str]:
         return 4096, "device memory: logits"
@@ -90,8 +98,8 @@ def settings(checkpoint: str | None, offload: bool, tile: int, loss_tile: Any, k
     )
 
 
-def ask(memory: float, tokens: int = 65536, given: Any = None, can_offload: bool = True) -> Any:
-    request = Request(model="m", config=None, device=Device("it", int(memory * GIB), None, ""))
+def ask(memory: float, tokens: int = 65536, given: Any = None, can_offload: bool = True, lora: Any = None) -> Any:
+    request = Request(model="m", config=None, device=Device("it", int(memory * GIB), None, ""), lora=lora)
     return choose_rung(request, tokens, given or {}, can_offload=can_offload)
 
 
@@ -137,6 +145,38 @@ def test_what_is_given_stays_and_says_so():
     assert {name for name, why in found.reasons.items() if why == "as given"} == {"checkpoint", "tile", "keep"}
     with pytest.raises(RunError, match="do not fit"):
         ask(30, given={"checkpoint": None})
+
+
+@pytest.mark.parametrize(
+    ("memory", "checkpoint", "offload", "tile", "minimal_memory"),
+    [
+        (29, "layer", True, 8192, True),  # what fits with the weights on the device
+        (24, "attention-saved", "checkpoints+weights", 8192, True), (22, "layer", "checkpoints+weights", 8192, False),
+        (17, "layer", "checkpoints+weights", 8192, True), (12, "layer", "checkpoints+weights", 2048, True),
+    ],
+)  # fmt: skip
+def test_frozen_weights_go_to_the_host_after_all_else(
+    memory: float, checkpoint: str, offload: Any, tile: int, minimal_memory: bool
+) -> None:
+    found = ask(memory, lora=Lora(4))
+    assert found.sure
+    keep, rest = found.settings.keep, MINIMAL_MEMORY if minimal_memory else {}
+    assert found.settings == settings(checkpoint, offload, tile, found.settings.loss_tile, keep, **rest)  # type: ignore[arg-type]
+    assert ("weights" in str(offload)) == ("frozen weights" in found.reasons["offload"])
+
+
+def test_frozen_weights_go_to_the_host_first_where_they_alone_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Planned, "at_least", lambda *_: 1000 * GIB)
+    found = ask(200, lora=Lora(4))
+    assert found.settings.weights_on_host and found.settings.checkpoint is None
+    assert not ask(200).settings.offload  # every weight trains
+    assert not ask(200, lora=Lora(4), can_offload=False).settings.offload
+
+
+def test_a_retry_leaves_weights_on_the_host() -> None:
+    below = tighter(settings("layer", "weights", 128, 128), can_offload=True)  # type: ignore[arg-type]
+    assert below is not None and below.offload == "checkpoints+weights"
+    assert tighter(below, can_offload=True) is None
 
 
 def test_without_an_accelerator_nothing_is_moved_to_the_host():

@@ -224,12 +224,17 @@ def test_train_takes_every_flag_that_a_plan_proposes() -> None:
     [
         ("true", {"offload": True}), ("checkpoints", {"offload": True}), ("64GB", {"offload": "64GB"}),
         ("checkpoints,optimizer", {"offload": True, "engine_offload": ["optimizer"]}), ("false", {"offload": False}),
-        ("optimizer,weights", {"engine_offload": ["optimizer", "weights"]}),
-        ("64GB,weights", {"offload": "64GB", "engine_offload": ["weights"]}),
+        ("weights", {"offload": "weights"}), ("checkpoints+weights", {"offload": "checkpoints+weights"}),
+        ("64GB,weights", {"offload": "64GB+weights"}),
     ],
 )  # fmt: skip
 def test_what_offload_names(text: str, keys: dict[str, Any]) -> None:
     assert offload_keys(text) == keys
+
+
+def test_an_engine_with_shards_offloads_its_weights() -> None:
+    assert offload_keys("optimizer,weights", "zero3") == {"engine_offload": ["optimizer", "weights"]}
+    assert offload_keys("64GB,weights", "fsdp2") == {"offload": "64GB", "engine_offload": ["weights"]}
 
 
 def test_options_that_are_flags_are_keys_of_the_recipe() -> None:
@@ -242,7 +247,7 @@ def test_options_that_are_flags_are_keys_of_the_recipe() -> None:
 
 @pytest.mark.parametrize("text", ["all", "64GB,32GB", "true,64GB", "gradients"])
 def test_what_offload_does_not_name(text: str) -> None:
-    with pytest.raises(seqtile.UserError, match="optimizer and weights, joined by commas"):
+    with pytest.raises(seqtile.UserError, match="weights and optimizer, joined by commas"):
         offload_keys(text)
 
 

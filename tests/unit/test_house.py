@@ -34,7 +34,7 @@ ORDER = """
     engines checkpointing
     recognise
     blocks
-    lm_loss headwise state
+    lm_loss headwise state host_weights
     install
     verification
     planner

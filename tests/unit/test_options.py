@@ -239,6 +239,9 @@ FLAGS = {
     "--tile 4096 --keep 0.5": replace(PLANNED, tile="4096", keep=0.5),
     "--tile none --loss full": replace(PLANNED, blocks="none", loss=None),
     "--checkpoint layer --offload checkpoints": replace(PLANNED, checkpoint="layer", offload=True),
+    "--checkpoint layer --offload checkpoints,weights --lora r=4": replace(
+        PLANNED, checkpoint="layer", offload="checkpoints+weights"
+    ),
     "--checkpoint layer --blocks mlp": replace(PLANNED, checkpoint="layer", blocks="mlp"),
     "--checkpoint none --keep memory:4GiB": replace(PLANNED, checkpoint=None, keep="memory:4GiB"),
     f"--checkpoint attention-saved --blocks {WHOLE_LAYER} --heads 2": replace(
@@ -301,7 +304,7 @@ def test_a_bad_value_is_one_sentence(
         ({"loss_tile": 0}, "loss_tile=0: got 0 tokens per tile, expected at least 1"),
         ({"loss_impl": "best"}, "loss_impl='best', expected one of 'torch', 'native'"),
         ({"checkpoint": "full"}, "checkpoint='full', expected one of 'layer', 'attention-saved', 'none', or None"),
-        ({"offload": "all"}, "got offload='all', expected True, False or a size such as '64GB'"),
+        ({"offload": "all"}, "got offload='all', expected True or 'checkpoints'"),
         ({"heads": 0}, "got heads=0, expected 'auto', an int of at least 1, or None"),
     ],
     ids=str,

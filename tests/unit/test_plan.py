@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,18 +16,21 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, AutoConfig
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
+import seqtile
 import zoo
 from seqtile._errors import UserError
 from seqtile.cli import console, main
 from seqtile.cli.plan_command import parse_adapters
 from seqtile.counting import count_products
+from seqtile.host_weights import standing_host_weights
 from seqtile.options import changed
 from seqtile.planner.accelerators import DEVICES, Device, find_device
 from seqtile.planner.explain import explain, next_step, proposals, recipe
 from seqtile.planner.extrapolate import fit_for
 from seqtile.planner.fake_step import build, fake_step
+from seqtile.planner.flops import forward_of_layers
 from seqtile.planner.layer_structure import count_weights
 from seqtile.planner.memory_plan import WORTH, Estimate, Planner, choose_attention_saved, plan
 from seqtile.planner.model_shapes import NAMED, read_config
@@ -34,7 +38,7 @@ from seqtile.planner.names import STATE_BYTES
 from seqtile.planner.phases import Phase
 from seqtile.planner.plan_plot import colours_of
 from seqtile.planner.request import Request
-from seqtile.planner.sharding_terms import CONSTANTS, ZERO_BUCKET, on_device, on_host
+from seqtile.planner.sharding_terms import CONSTANTS, ZERO_BUCKET, frozen_bytes, on_device, on_host
 from seqtile.planner.step_config import OPTIMIZERS, PLANNED, Lora, Setup, make_optimizer
 from seqtile.planner.techniques import MINIMAL_MEMORY
 from seqtile.recognise.candidates import layer_steps
@@ -492,6 +496,40 @@ def test_what_the_host_has_no_room_for_stays_on_the_device(planner: Planner) -> 
     # whole layers are moved, and no bound is called for less than a MiB
     most = other(planner, offload=True, host_memory=round(process + 0.7 * held))
     assert most.estimate(16384).moved == 0.5
+
+
+@pytest.mark.parametrize("qlora", [False, True])
+def test_frozen_weights_on_the_host_are_those_of_the_layers(folder: Path, qlora: bool) -> None:
+    """What ``apply`` moves, byte by byte, and two layers of it back on the device while layers run."""
+    config = read_config(str(folder))
+    request = request_of(folder, config=config, lora=Lora(4), qlora=qlora)
+    here, there = Planner(request), Planner(changed(request, offload="weights"))
+    there.share(here)
+    size = 0.5 if qlora else 2.0
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    report = seqtile.apply(model, blocks="none", offload="weights")
+    (standing,) = standing_host_weights(model)
+    assert standing.stream is not None and report.checkpointing.startswith("weights of")
+    moved = size / 2 * standing.host_bytes
+    layer = size / 2 * sum(weight.nbytes for weight in standing.stream.layers[0].weights)
+    estimates = [planner.estimate(16384) for planner in (here, there)]
+    before, after = (estimate.terms for estimate in estimates)
+    assert before["weights"] - after["weights"] == pytest.approx(moved, rel=1e-6)
+    buffers = after["engine buffers"] - before.get("engine buffers", 0.0)
+    assert buffers == pytest.approx(2 * layer, rel=0.01)  # and two norms
+    assert estimates[0].device.expected - estimates[1].device.expected == pytest.approx(moved - buffers)
+    assert estimates[1].host_terms["weights"] >= moved
+    assert recipe(there, 16384)["offload"] == "weights"
+
+
+def test_a_plan_says_from_which_length_copying_weights_is_hidden(folder: Path) -> None:
+    request = request_of(folder, lora=Lora(4), offload="weights", device=find_device("h100"))
+    (note,) = (note for note in Planner(request).notes() if "frozen weights" in note)
+    tokens = int(re.findall(r"from ([\d,]+) tokens", note)[0].replace(",", ""))
+    counts = Planner(request).counts
+    seconds = frozen_bytes(request, counts) / 55e9
+    assert forward_of_layers(request, counts, tokens).seconds(989, 1) >= seconds
+    assert forward_of_layers(request, counts, tokens - tokens // 8 - 128).seconds(989, 1) < seconds
 
 
 @pytest.mark.parametrize("changes", [

@@ -50,6 +50,8 @@ REFUSED: list[tuple[Combination, str]] = [
     (combination(engine="ddp", processes=2, engine_offload=("optimizer",)), "got 'ddp'"),
     (combination(engine="zero2", engine_offload=("weights",)), "use zero3 or fsdp2"),
     (combination(engine="fsdp2", engine_offload=("optimizer",)), "weights and optimizer together"),
+    (combination({"offload": "weights"}, engine="zero3", adapters=True), "needs engine 'single'"),
+    (combination({"offload": "weights"}, engine="single"), "every weight trains"),
     (combination(engine="fsdp2", trainer={"save_on_each_node": True}), "no complete checkpoint on any node"),
     (combination({"checkpoint": "attention-saved"}, engine="single", attention="eager"), "needs an attention kernel"),
     (combination({"checkpoint": "attention-saved"}, engine="zero3", adapters=True), "DeepSpeed 0.19.4"),
@@ -84,6 +86,8 @@ ALLOWED = [
     combination({"blocks": "none", "checkpoint": "layer"}),
     combination({"checkpoint": "attention-saved"}, engine="fsdp2", adapters=True, attention="sdpa"),
     combination(engine="fsdp2", engine_offload=("optimizer", "weights")),
+    combination({"offload": "weights"}, recomputes=False, offloaders=("trainer.activation_offloading",)),
+    combination({"offload": "checkpoints+weights"}, engine="single", adapters=True),
     combination({"blocks": "none", "loss": "tiled"}, product_savers=("selective_checkpointing.save: aten::mm",)),
     combination({"path": "fused", **TILED_LOSS}, checkpointers=("selective_checkpointing",)),
 ]

@@ -231,7 +231,7 @@ class OffloadedTensor:
         if self.lane is None:
             self.host = torch.empty_like(tensor, device="cpu").copy_(tensor)
             return
-        if not _is_dense(tensor):
+        if not is_dense(tensor):
             tensor = torch.empty_like(tensor).copy_(tensor)
         self.host = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
         self.extents = self.lane.write(tensor, self.layer)
@@ -260,7 +260,7 @@ class OffloadedTensor:
         return tensor
 
 
-def _is_dense(tensor: Tensor) -> bool:
+def is_dense(tensor: Tensor) -> bool:
     """Whether its elements fill one contiguous range of memory, in any order."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
@@ -350,7 +350,7 @@ class HostMemory:
 
     def _make_lane(self, device: torch.device) -> Lane:
         left = max(ALIGNMENT, self.budget - self.pool_bytes) if self.budget else 0
-        pool = ChunkPool(left, lambda size: torch.empty(size, dtype=torch.uint8, pin_memory=True))
+        pool = ChunkPool(left, lambda size: torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True))
         return Lane(torch.Stream(device), lambda: torch.accelerator.current_stream(device), pool, self.in_flight)
 
     def check(self, each: int, layers: Callable[[], int], device: torch.device) -> None:
@@ -382,6 +382,6 @@ class HostMemory:
 def can_pin() -> bool:
     """Whether the accelerator's backend has pinned memory; without it the device waits for each copy."""
     try:
-        return torch.empty(1, pin_memory=True).is_pinned()
+        return torch.empty(1, device="cpu", pin_memory=True).is_pinned()
     except RuntimeError:  # NotImplementedError is one
         return False

@@ -127,7 +127,7 @@ def command(
         gradient_accumulation = (
             1 if policy is None else max(1, policy["group"] // gcd(policy["group"], batch_size * gpus))
         )
-    tiling, (on_host, moved) = options_of(options), split_offload(offload)
+    tiling, (on_host, moved) = options_of(options), split_offload(offload, engine)
     check_names(
         engine=engine, attention=attention, precision=dtype, optimizer=optimizer, engine_offload=moved, gpus=gpus,
         sp_size=sp_size, batch=batch_size, accumulation=gradient_accumulation, nodes=nodes, scans=scans,

@@ -40,7 +40,7 @@ def command(
     max_length: int = typer.Option(None, help="Tokens per sequence (default 8192).", metavar="TOKENS"),
     lora: str = typer.Option(None, help="LoRA rank, or r=16,alpha=32,dropout=0.05.", metavar="R"),
     qlora: bool = typer.Option(None, "--qlora", help="LoRA on 4-bit weights (default rank 16)."),
-    offload: str = typer.Option(None, help="To the host: checkpoints, optimizer, weights.", metavar="WHAT,.."),
+    offload: str = typer.Option(None, help="To the host: checkpoints, weights, optimizer.", metavar="WHAT,.."),
     engine: str = typer.Option(None, help="single (default), ddp, fsdp2, zero2 or zero3.", metavar="NAME"),
     nproc: int = typer.Option(None, help="Number of processes, over all nodes.", metavar="N"),
     learning_rate: float = typer.Option(None, help="Peak rate (default 2e-5; LoRA 2e-4).", metavar="RATE"),
@@ -142,7 +142,7 @@ def command(
         "attention": attention,
         "optimizer": optimizer,
         "dtype": dtype,
-        **({} if offload is None else offload_keys(offload)),
+        **({} if offload is None else offload_keys(offload, engine)),
         **recipe_options(options),
         "engine": engine,
         "nproc": nproc,
@@ -219,23 +219,28 @@ def command(
             # A launcher treats any other code as a crash: it prints a traceback, and ends ranks that still write.
 
 
-def offload_keys(text: str) -> dict[str, Any]:
-    """The recipe's keys for ``--offload``: ``true`` or ``checkpoints``, a size that bounds them, the engine's parts."""
+def offload_keys(text: str, engine: str | None = None) -> dict[str, Any]:
+    """The recipe's keys for ``--offload``: checkpoints, a size that bounds them, weights, the engine's parts."""
+    from seqtile.options import offload_of
     from seqtile.planner.names import split_offload
     from seqtile.tiling import parse_bytes
 
-    on_host, names = split_offload(text)
-    sizes = [name for name in names if parse_bytes(name) and name[-1].isalpha()]
-    engine_offload = [name for name in names if name not in sizes]
     if text.strip().lower() == "false":
         return {"offload": False}
-    if len(sizes) > 1 or (sizes and on_host) or not {*engine_offload} <= {"optimizer", "weights"}:
+    on_host, names = split_offload(text, engine or "single")
+    sizes = [name for name in names if parse_bytes(name) and name[-1].isalpha()]
+    engine_offload = [name for name in names if name not in sizes]
+    weights, checkpoints = "weights" in str(on_host), on_host not in (False, "weights")
+    if len(sizes) > 1 or (sizes and checkpoints) or not {*engine_offload} <= {"optimizer", "weights"}:
         raise UserError(
-            f"got --offload {text!r}, expected checkpoints (or a size for them, such as 64GB), optimizer and "
-            "weights, joined by commas"
+            f"got --offload {text!r}, expected checkpoints (or a size for them, such as 64GB), weights and "
+            "optimizer, joined by commas"
         )
-    keys: dict[str, Any] = {"offload": sizes[0] if sizes else True} if sizes or on_host else {}
-    return {**keys, **({"engine_offload": engine_offload} if engine_offload else {})}
+    offload = offload_of(sizes[0] if sizes else checkpoints, weights)
+    return {
+        **({"offload": offload} if offload else {}),
+        **({"engine_offload": engine_offload} if engine_offload else {}),
+    }
 
 
 def recipe_options(flags: Mapping[str, Any]) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from seqtile.devices import device_bytes
 from seqtile.engines.granularity import refuse_wrapped
 from seqtile.engines.zero3 import is_marked, mark_leaf, whole_shape
 from seqtile.headwise.install_heads import find_for, install_heads
+from seqtile.host_weights import standing_host_weights
 from seqtile.install.loss_and_checkpoints import Rest, remove_rest
 from seqtile.install.report import Block, Report
 from seqtile.lm_loss.tiled_loss import standing_losses
@@ -102,9 +103,12 @@ def apply(
             attention kernel's output and log-sum-exp, which the recompute then skips. Either switches activation
             checkpointing on; None, or ``"none"``, leaves it as it is, and with ``offload`` means ``"layer"``. The
             report has the bytes per token and layer; :func:`seqtile.fit` and ``seqtile plan`` check that they fit.
-        offload: the layers' checkpointed inputs wait for the backward in host memory, with ``"attention-saved"``
-            attention's output too; ``"64GB"`` bounds what they may take there; the layers beyond it keep theirs
-            on the device.
+        offload: True, or ``"checkpoints"``: the layers' checkpointed inputs wait for the backward in host memory, with
+            ``"attention-saved"`` attention's output too; ``"64GB"`` limits what they may take there; the layers beyond
+            it keep theirs on the device. ``"weights"``: the frozen weights of decoder layers wait in pinned host
+            memory, and each layer's are copied to the device while the one before it computes; for adapters (LoRA and
+            others, added before or after) on one CUDA device, with 16-bit or 4-bit weights. Both:
+            ``"checkpoints+weights"`` or ``"64GB+weights"``.
         heads: key-value heads per pass: attention runs for that many, and the query heads that read them, at a time,
             forward and backward, with the norm and the projections before it in tiles of tokens. ``"auto"``: as few
             as keep the device busy at the length of the batch; None: attention is not changed. The report names
@@ -294,8 +298,9 @@ def tiled_names(model: nn.Module) -> set[str]:
 
 
 def carries(model: nn.Module) -> bool:
-    """Whether anything of :func:`apply` is on ``model``: tiled blocks, the tiled loss, a checkpoint policy."""
-    return bool(tiled_names(model) or standing_losses(model) or standing_checkpointing(model))
+    """Whether anything of :func:`apply` is on ``model``: tiled blocks, tiled loss, checkpoint policy, host weights."""
+    standing = standing_losses(model) or standing_checkpointing(model) or standing_host_weights(model)
+    return bool(tiled_names(model) or standing)
 
 
 @contextmanager

@@ -21,6 +21,12 @@ from seqtile.checkpointing.policies import (
     standing_checkpointing,
 )
 from seqtile.checkpointing.reentrant import is_reentrant
+from seqtile.host_weights import (
+    check_host_weights,
+    install_host_weights,
+    remove_host_weights,
+    standing_host_weights,
+)
 from seqtile.lm_loss.tiled_loss import check_kernel, find_causal_lms, install_loss, remove_loss, standing_losses
 from seqtile.ops.attention.backends import FLEX
 from seqtile.options import TilingOptions
@@ -38,21 +44,19 @@ class Rest:
         if self.options.loss is not None:
             for _, module in find_causal_lms(model)[0]:
                 check_kernel(module.get_output_embeddings(), self.options.loss_impl)  # type: ignore[operator]
-        check_checkpointing(model, self.options.checkpoint, self._room)
-
-    @property
-    def _room(self) -> bool | int:
-        return self.options.offload_room or False
+        check_checkpointing(model, self.options.checkpoint, self.options.offload_room)
+        if self.options.weights_on_host:
+            check_host_weights(model)
 
     @contextmanager
     def replacing(self, model: nn.Module) -> Iterator[None]:
         """Take loss and checkpoint policy off, and put them back if the ``with`` block raises UserError."""
         losses, policies = standing_losses(model), standing_checkpointing(model)
-        remove_rest(model)
+        _remove_loss_and_checkpoints(model)
         try:
             yield
         except UserError:
-            remove_rest(model)  # undo what was installed before the error
+            _remove_loss_and_checkpoints(model)  # undo what was installed before the error
             for loss in losses:
                 loss.install()
             for policy in policies:
@@ -64,10 +68,16 @@ class Rest:
         options, loss = self.options, ""
         if options.loss is not None:
             loss = install_loss(model, options.loss_rule, options.loss_impl)
-        if options.checkpoint is None and not options.offload:
-            return loss, ""
-        done = install_checkpointing(model, options.checkpoint, self._room)
-        return loss, f"{done}{recomputed(states_of(model))}" if options.checkpoint == "attention-saved" else done
+        done = []
+        if options.checkpoint is not None or options.offload_room:
+            done.append(install_checkpointing(model, options.checkpoint, options.offload_room))
+        if options.checkpoint == "attention-saved":
+            done[-1] += recomputed(states_of(model))
+        if options.weights_on_host:  # those that wait there already stay: the device may not have room for all of them
+            done.append(install_host_weights(model))
+        else:
+            remove_host_weights(model)
+        return loss, "; ".join(done)
 
 
 def recomputed(states: Mapping[str, Sequence[str]]) -> str:
@@ -109,11 +119,17 @@ def attention_runs_twice(model: nn.Module, tokens: int) -> str:
 
 
 def remove_rest(model: nn.Module) -> None:
-    """Take the tiled loss and the checkpoint policy off."""
+    """Take the tiled loss and the checkpoint policy off, and put weights back on the device."""
+    _remove_loss_and_checkpoints(model)
+    remove_host_weights(model)
+
+
+def _remove_loss_and_checkpoints(model: nn.Module) -> None:
     remove_loss(model)
     remove_checkpointing(model)
 
 
 def rest_notes(model: nn.Module) -> list[str]:
-    """Notes for the user on loss and checkpoints, from the model as it is now."""
-    return [note for standing in (*standing_losses(model), *standing_checkpointing(model)) for note in standing.notes()]
+    """Notes for the user on loss, checkpoints and weights on the host, from the model as it is now."""
+    standing = (*standing_losses(model), *standing_checkpointing(model), *standing_host_weights(model))
+    return [note for each in standing for note in each.notes()]

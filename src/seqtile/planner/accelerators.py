@@ -20,6 +20,7 @@ class Device:
         tflops: dense bf16 products on paper (fp16 where there is no bf16); None if unknown.
         source: where both come from.
         capability: CUDA compute capability, (9, 0) for Hopper; None if unknown or none.
+        host_link: bytes per second from pinned host memory; None if unknown.
     """
 
     name: str
@@ -27,6 +28,7 @@ class Device:
     tflops: float | None
     source: str
     capability: tuple[int, int] | None = None
+    host_link: float | None = None
 
 
 _SEEN = "thundergolfer.com/blog/nvidia-gpu-memory-capacity (nvidia-smi)"
@@ -39,9 +41,17 @@ _CAPABILITIES = {
 """From developer.nvidia.com/cuda/gpus."""
 
 
+_LINKS = {
+    **dict.fromkeys(("b200", "h200", "h100", "rtx5090"), 55e9),
+    **dict.fromkeys(("a100-80", "a100-40", "l40s", "a10", "l4", "rtx4090", "rtx3090"), 25e9),
+    "t4": 12e9,
+}
+"""PCIe 5.0, 4.0 and 3.0 with 16 lanes: 55 GB/s as measured on one H100 (2026-11-26), the others assumed by it."""
+
+
 def _device(name: str, mib: int, seen: str, tflops: float | None, sheet: str) -> tuple[str, Device]:
     source = f"memory: {seen}; bf16 dense: {sheet}"
-    return name, Device(name, mib * 2**20, tflops, source, _CAPABILITIES[name])
+    return name, Device(name, mib * 2**20, tflops, source, _CAPABILITIES[name], _LINKS[name])
 
 
 DEVICES: dict[str, Device] = dict(

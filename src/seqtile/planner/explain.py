@@ -9,7 +9,7 @@ from seqtile._errors import UserError
 from seqtile.checkpointing.keep_attention import wide_heads
 from seqtile.install.loss_and_checkpoints import recomputed
 from seqtile.ops.attention.backends import recommended
-from seqtile.options import DEFAULTS, WRITTEN
+from seqtile.options import DEFAULTS, WRITTEN, offload_of
 from seqtile.planner.estimate import Estimate
 from seqtile.planner.kinds import step_kinds_of
 from seqtile.planner.live_at_peaks import CHECKPOINTS, KEPT, KEPT_TILES
@@ -24,7 +24,9 @@ from seqtile.planner.techniques import (
     STATE_TILES,
     TILED_LOSS,
     TILED_MLP,
+    WEIGHTS_ON_HOST,
     Technique,
+    can_stream,
 )
 from seqtile.state.state_layers import can_carry
 
@@ -138,7 +140,8 @@ def proposals(planner: Planner) -> list[Technique]:
         (NOTHING_KEPT, bool(options.keep)),
         (TILED_MLP, not options.tiled),
         (STATE_TILES, options.state is None and can_carry(planner.built.model)),
-        (CHECKPOINTS_ON_HOST, not options.offload and options.checkpoint is not None),
+        (CHECKPOINTS_ON_HOST, not options.offload_room and options.checkpoint is not None),
+        (WEIGHTS_ON_HOST, can_stream(request) and not options.weights_on_host),
         (OPTIMIZER_ON_HOST, request.sharded and "optimizer" not in request.engine_offload),
         (ZERO3, request.gpus > 1 and request.engine in ("ddp", "zero2")),
         (sequence, request.gpus > request.split and request.cp_size == 1 and not request.masked),
@@ -169,7 +172,7 @@ def explain(planner: Planner, estimate: Estimate) -> list[str]:
         lines.append(f"loss tiled: logits of {setup.loss_tile:,} tokens at a time; all would take {whole:,.0f} GiB.")
     kept = terms.get(CHECKPOINTS, 0.0) / 2**30
     if options.checkpoint is not None:
-        location = "in flight, the rest on the host" if options.offload else "on the device"
+        location = "in flight, the rest on the host" if options.offload_room else "on the device"
         only = " only" if options.checkpoint == "layer" else ""
         lines.append(f"checkpoint {options.checkpoint}: each layer saves its input{only}, {kept:,.1f} GiB {location}.")
         if options.checkpoint == "attention-saved":
@@ -199,12 +202,13 @@ def recipe_lacks(request: Request) -> list[str]:
     return lacks
 
 
-def offload_of(planner: Planner, estimate: Estimate) -> bool | str:
-    """The recipe's ``offload`` for checkpoints on the host: all of them, what it has room for, or none."""
-    room = planner.host_room()
-    if room is None or estimate.moved == 1.0:
-        return True
-    return f"{max(1, int(room // 2**20))}MiB" if estimate.moved else False
+def planned_offload(planner: Planner, estimate: Estimate) -> bool | str:
+    """The recipe's ``offload``: of checkpoints all, what the host has room for, or none; and weights."""
+    room, options = planner.host_room(), planner.request.options
+    checkpoints: bool | str = bool(options.offload_room)
+    if checkpoints and room is not None and estimate.moved < 1.0:
+        checkpoints = f"{max(1, int(room // 2**20))}MiB" if estimate.moved else False
+    return offload_of(checkpoints, options.weights_on_host)
 
 
 def recipe(planner: Planner, tokens: int) -> dict[str, Any]:
@@ -226,7 +230,7 @@ def recipe(planner: Planner, tokens: int) -> dict[str, Any]:
         keys["loss_tile"] = setup.loss_tile
     keys["checkpoint"] = options.checkpoint or "none"
     if options.offload:
-        keys["offload"] = offload_of(planner, planner.estimate(tokens))
+        keys["offload"] = planned_offload(planner, planner.estimate(tokens))
     if request.lora is not None:
         keys["lora"] = _lora(request.lora)
     if request.engine != "single":

@@ -80,3 +80,25 @@ def count_work(request: Request, counts: Counts, tokens: int) -> Work:
     copied = rows * (counts.layers * counts.hidden * layer_bytes + counts.vocabulary * logit_bytes)
     attention *= 1 + 2.5 + scored + (1 if request.options.checkpoint == "layer" else 0)
     return Work(products, attention, copied)
+
+
+def forward_of_layers(request: Request, counts: Counts, tokens: int) -> Work:
+    """Operations of the decoder layers' forward alone; a third of what they copy in a step."""
+    rows = request.batch * tokens
+    products = rows * 2.0 * (counts.active - counts.vocabulary * counts.hidden)
+    attention = request.batch * 2.0 * tokens**2 * counts.head_width * counts.heads * counts.attentions
+    return Work(products, attention, rows * counts.layers * counts.hidden * LAYER_BYTES["kernels"] / 3)
+
+
+def streaming_note(request: Request, counts: Counts, frozen: float) -> str:
+    """What copying ``frozen`` bytes of weights to the device in each pass costs, in a sentence; "" without rates."""
+    tflops, link = request.device.tflops, request.device.host_link
+    if tflops is None or link is None:
+        return ""
+    seconds, tokens = frozen / link, 128
+    while forward_of_layers(request, counts, tokens).seconds(tflops, 1) < seconds:
+        tokens += max(128, tokens // 16 // 128 * 128)
+    return (
+        f"frozen weights are copied to the device in each forward and each backward, {frozen / 2**30:,.1f} GiB in "
+        f"{seconds:.2g} s at {link / 1e9:g} GB/s; by estimate that is hidden from {tokens:,} tokens a row on"
+    )

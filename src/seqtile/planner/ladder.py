@@ -14,7 +14,7 @@ from typing import Any
 from seqtile._errors import RunError
 from seqtile.devices import GIB
 from seqtile.headwise.install_heads import runs_on_some_heads
-from seqtile.options import DEFAULTS, TilingOptions, changed
+from seqtile.options import DEFAULTS, TilingOptions, changed, offload_of
 from seqtile.planner.estimate import Estimate
 from seqtile.planner.flops import count_work
 from seqtile.planner.memory_plan import WORTH, Planner
@@ -24,7 +24,9 @@ from seqtile.planner.techniques import (
     CHECKPOINTS_ON_HOST,
     LAYER_CHECKPOINTS,
     MINIMAL_MEMORY,
+    WEIGHTS_ON_HOST,
     Technique,
+    can_stream,
 )
 from seqtile.state.state_layers import can_carry
 
@@ -70,6 +72,11 @@ class Rung:
         return CHECKPOINTS_ON_HOST in self.techniques
 
     @property
+    def weights_on_host(self) -> bool:
+        """Whether frozen weights wait on the host."""
+        return WEIGHTS_ON_HOST in self.techniques
+
+    @property
     def minimal_memory(self) -> bool:
         """Whether the rest of the layer runs in tiles too, and attention one group of heads at a time."""
         return MINIMAL_MEMORY in self.techniques
@@ -79,7 +86,7 @@ _SAVED_ON_HOST = (ATTENTION_SAVED, CHECKPOINTS_ON_HOST)
 _INPUTS_ON_HOST = (LAYER_CHECKPOINTS, CHECKPOINTS_ON_HOST)
 _TIGHTEST = (*_INPUTS_ON_HOST, MINIMAL_MEMORY)
 
-LADDER = (
+_BY_COST = (
     Rung("no recompute"),
     Rung("layers are recomputed, except attention's kernel", (ATTENTION_SAVED,)),
     Rung("the same, with more and smaller kernels", (ATTENTION_SAVED, MINIMAL_MEMORY)),
@@ -89,10 +96,18 @@ LADDER = (
     Rung("the same, with more and smaller kernels", (*_SAVED_ON_HOST, MINIMAL_MEMORY)),
     Rung("layers are recomputed, and their inputs copied to the host and back", _INPUTS_ON_HOST),
     Rung("the same, with more and smaller kernels", _TIGHTEST),
-    Rung("weight gradients are accumulated four times as often", _TIGHTEST, TILE_STEP),
-    Rung("matrix products over few tokens are slow", _TIGHTEST, TILE_STEP**2),
 )
-"""Cheapest first. Without an accelerator nothing can be moved to the host, and those rungs stay on the device."""
+LADDER = (
+    *_BY_COST,
+    *(
+        Rung(f"{rung.cost}; frozen weights are copied from the host", (*rung.techniques, WEIGHTS_ON_HOST))
+        for rung in _BY_COST
+    ),
+    Rung("weight gradients are accumulated four times as often", (*_TIGHTEST, WEIGHTS_ON_HOST), TILE_STEP),
+    Rung("matrix products over few tokens are slow", (*_TIGHTEST, WEIGHTS_ON_HOST), TILE_STEP**2),
+)
+"""Cheapest first. What cannot be moved to the host (nothing without an accelerator, no weights that train) stays on the
+device in all rungs, and is moved from the first rung on where the weights alone do not fit."""
 
 
 @dataclass(frozen=True)
@@ -185,7 +200,9 @@ def tighter(settings: TilingOptions, *, can_offload: bool) -> TilingOptions | No
         return smaller
     if settings.checkpoint != "layer":
         return replace(settings, checkpoint="layer")
-    return replace(settings, offload=True) if can_offload and not settings.offload else None
+    if not can_offload or settings.offload_room:
+        return None
+    return replace(settings, offload=offload_of(checkpoints=True, weights=settings.weights_on_host))
 
 
 def _smaller(settings: TilingOptions, times: int) -> dict[str, Any]:
@@ -237,11 +254,16 @@ def _rungs(
     by_heads = request.split == 1 and runs_on_some_heads(planner.built.model)
     operations = planner.work(tokens).total
     spared = 1 - count_work(changed(request, checkpoint="attention-saved"), planner.counts, tokens).total / operations
+    streams = can_offload and can_stream(request)
+    crowded = streams and Planner(changed(request, offload=False), like=planner).at_least(1) > request.device.memory
     for rung in LADDER:
+        if crowded and not rung.weights_on_host:
+            continue
         saved = rung.checkpoint == "attention-saved"
         if saved and (attention_cannot_be_saved(request) is not None or spared < WORTH):
             continue
-        settings = replace(top, checkpoint=rung.checkpoint, offload=rung.offload and can_offload)
+        offload = offload_of(rung.offload and can_offload, rung.weights_on_host and streams)
+        settings = replace(top, checkpoint=rung.checkpoint, offload=offload)
         if rung.divisor > 1:
             whole = top.tile if isinstance(top.tile, int) else planner.local(tokens) * request.batch
             settings = replace(settings, **_smaller(replace(top, tile=whole), rung.divisor))
@@ -251,7 +273,7 @@ def _rungs(
         settings = replace(settings, **fixed)
         if not request.options.tiled:
             settings = settings.without_blocks()
-        if settings.checkpoint is None and settings.offload:
+        if settings.checkpoint is None and settings.offload_room:
             continue
         if settings not in seen:
             seen.append(settings)
@@ -289,13 +311,17 @@ def _reasons(settings: TilingOptions, tried: list[_Tried], fixed: Mapping[str, A
     cheaper, rung = "", tried[-1].rung
     if len(tried) > 1:
         last = tried[-2]
-        location = " on the host" if last.settings.offload else ""
+        location = " on the host" if last.settings.offload_room else ""
         high, memory = last.estimate.device.high / GIB, last.planner.request.device.memory / GIB
         kept = last.settings.checkpoint or "none"
         cheaper = f"; checkpoint {kept}{location} would use up to {high:,.2f} GiB of {memory:,.2f} GiB"
     reasons = {
         "checkpoint": f"{rung.cost}{cheaper}",
-        "offload": "checkpoints do not fit on the device" if settings.offload else "not needed",
+        "offload": ", and ".join(
+            ["checkpoints do not fit on the device"] * bool(settings.offload_room)
+            + ["frozen weights leave too little of it"] * settings.weights_on_host
+        )
+        or "not needed",
         "tile": "smaller tiles would not lower the peak at this length"
         if settings.tile == "auto"
         else "the rule of auto" if rung.divisor == 1 else "larger tiles do not fit",

@@ -14,7 +14,7 @@ from seqtile.options import changed
 from seqtile.planner.estimate import Bounds, Estimate, Saving
 from seqtile.planner.extrapolate import Lines, fit_for, with_kept_tiles
 from seqtile.planner.fake_step import build, build_bare, build_weights
-from seqtile.planner.flops import Work, count_work
+from seqtile.planner.flops import Work, count_work, streaming_note
 from seqtile.planner.kernel_workspace import cpu_workspace, flash2_workspace, flash3_workspace
 from seqtile.planner.kinds import KINDS, step_kinds_of
 from seqtile.planner.layer_structure import Counts, Depths, LayerSample, count_layers, count_weights, find_depths
@@ -29,8 +29,17 @@ from seqtile.planner.request import (
     check_request,
     check_request_combination,
 )
-from seqtile.planner.sharding_terms import BUFFERS, CONSTANTS, CONTEXT, offload_checkpoints, on_device, on_host
+from seqtile.planner.sharding_terms import (
+    BUFFERS,
+    CONSTANTS,
+    CONTEXT,
+    frozen_bytes,
+    offload_checkpoints,
+    on_device,
+    on_host,
+)
 from seqtile.planner.step_config import Built, Setup
+from seqtile.planner.techniques import can_stream
 from seqtile.planner.tile_choice import head_tile, kept_share, largest_tile, resolve_tiles
 from seqtile.recognise.decoder_layers import states_of
 
@@ -157,6 +166,9 @@ class Planner:
     def notes(self) -> list[str]:
         """Notes of this plan."""
         request = self.request
+        streaming = request.options.weights_on_host and streaming_note(
+            request, self.counts, frozen_bytes(request, self.counts)
+        )
         silent_towers = [name for name in towers_of(request.config) if name != "vision" or request.pictures is None]
         return [
             *self.built.notes,
@@ -166,6 +178,7 @@ class Planner:
                 for name in silent_towers
             ),
             *_checkpoint_notes(request.config, request.qlora),
+            *([streaming] if streaming else []),
         ]
 
     @property
@@ -251,7 +264,7 @@ class Planner:
                 terms = on_device(request, self.counts, {**counted, "tokens": float(local * request.batch)}, phase)
                 for step_kind in self.kinds:
                     step_kind.add_terms(request, self.counts, terms, phase, tokens, bound)
-                if request.options.offload:
+                if request.options.offload_room:
                     flight = getattr(CONSTANTS["in flight"], bound)
                     offload_checkpoints(terms, self.depths.layers, flight, moved)
                 total = self._finish(terms, bound, self._left_over(phase, local))
@@ -270,7 +283,7 @@ class Planner:
     def _moved(self, kept: Mapping[str, float]) -> float:
         """Share of what checkpoints keep that waits on the host: all of it, or what the host has room for."""
         room, total = self.host_room(), sum(kept.values())
-        if not self.request.options.offload:
+        if not self.request.options.offload_room:
             return 0.0
         if room is None or total <= room:
             return 1.0
@@ -347,7 +360,7 @@ class Planner:
         grain = SHORT * self.request.split
         beyond = self.estimate(min(length + max(grain, length // 256), 2**27), lines)
         limit = "positions" if positions and length >= positions else self._limit(beyond)
-        everything_moved = beyond.moved == 1.0 or not self.request.options.offload
+        everything_moved = beyond.moved == 1.0 or not self.request.options.offload_room
         self.host_has_room = everything_moved and not limit.startswith("host memory")
         return length, limit
 
@@ -412,7 +425,7 @@ class Planner:
         size = setup.dtype.itemsize
         inputs = counts.layers * counts.hidden * size * self.local(tokens) * self.request.batch
         terms = {WEIGHTS: float(size * counts.weights)}
-        if not self.request.options.offload:
+        if not self.request.options.offload_room:
             terms[CHECKPOINTS] = float(inputs)
         terms = on_device(self.request, counts, terms, Phase(REST, direction="forward"))
         terms.setdefault(OPTIMIZER, STATE_BYTES[self.request.optimizer] * size / 4 * counts.trained)
@@ -468,7 +481,7 @@ def choose_attention_saved(planner: Planner, tokens: int, without: Estimate | No
         why = f"not chosen, it saves {spared:.1%} of the step's FLOPs (worth it from {WORTH:.0%})"
         return planner, Saving(False, None, spared, why)
     outputs = planner.attention_outputs(tokens)
-    extra = 0.0 if request.options.offload else outputs
+    extra = 0.0 if request.options.offload_room else outputs
     benefit = f"saves {spared:.0%} of the step's FLOPs for"
     added = f"{benefit} {outputs / 2**30:,.2f} GiB" + ("" if extra else " on the host")
     over = planner.at_least(tokens) + extra - request.device.memory
@@ -521,11 +534,15 @@ def plan(request: Request, max_length: int | None = None) -> tuple[Planner, Esti
 
 def why_nothing_fits(request: Request, short: Estimate, limit: str) -> str:
     """The error where no length fits, from the result of :func:`plan`."""
+    streams = can_stream(request) and not request.options.weights_on_host
     return (
         f"{request.model!r} does not fit on {request.gpus} x {request.device.name} at any length: it needs "
         f"{short.device.expected / 2**30:.1f} GiB of {request.device.memory / 2**30:.1f} GiB for a few tokens, most "
-        f"of it {limit.partition(': ')[2]}; shard it (--engine zero3 --gpus 8), train adapters (--lora 16), or use a "
-        "larger device"
+        f"of it {limit.partition(': ')[2]}; "
+        + "offload frozen weights (--offload checkpoints,weights), " * streams
+        + "shard it (--engine zero3 --gpus 8), "
+        + "train adapters (--lora 16), " * (request.lora is None)
+        + "or use a larger device"
     )
 
 

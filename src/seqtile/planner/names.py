@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from seqtile._errors import UserError
-from seqtile.rules import Combination, check_combination
+from seqtile.options import offload_of
+from seqtile.rules import SHARDED, Combination, check_combination
 
 ENGINES = ("single", "ddp", "fsdp2", "zero2", "zero3")
 DEEPSPEED = ("zero2", "zero3")
@@ -23,11 +24,16 @@ STATE_BYTES = {"adamw": 8.0, "adamw-8bit": 2 + 8 / 256, "lion": 4.0, "adafactor"
 """The optimisers, each with its bytes of state per element of an fp32 master weight."""
 
 
-def split_offload(words: str) -> tuple[bool, tuple[str, ...]]:
-    """``--offload``: whether checkpoints wait on the host, and what the engine keeps there."""
-    names = [word.strip() for word in words.split(",") if word.strip()]
-    on_host = [name for name in names if name in (CHECKPOINT_OFFLOAD, "true")]
-    return bool(on_host), tuple(name for name in names if name not in on_host)
+def split_offload(words: str, engine: str) -> tuple[bool | str, tuple[str, ...]]:
+    """``--offload``: the option ``offload``, and what the engine keeps on the host.
+
+    Weights are the engine's where it shards them; else they are frozen ones of decoder layers.
+    """
+    names = [word.strip() for word in words.replace("+", ",").split(",") if word.strip()]
+    checkpoints = [name for name in names if name in (CHECKPOINT_OFFLOAD, "true")]
+    weights = [name for name in names if name == "weights" and engine not in SHARDED]
+    others = tuple(name for name in names if name not in (*checkpoints, *weights))
+    return offload_of(bool(checkpoints), bool(weights)), others
 
 
 def check_names(

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from seqtile.checkpointing.host_offload import pool_bytes
 from seqtile.devices import GIB
+from seqtile.host_weights import PINNED_AT_ONCE
 from seqtile.planner.layer_structure import Counts
 from seqtile.planner.live_at_peaks import CHECKPOINTS, GRADIENTS, KEPT, OPTIMIZER, WEIGHTS
 from seqtile.planner.names import DEEPSPEED, STATE_BYTES
@@ -114,6 +115,11 @@ def on_device(request: Request, counts: Counts, terms: Mapping[str, float], phas
         device_terms[BUFFERS] = (
             device_terms.get(BUFFERS, 0.0) + 2.0 * counts.largest
         )  # the matrix that is multiplied, in bf16
+    if request.options.weights_on_host:
+        frozen = frozen_bytes(request, counts)
+        device_terms[WEIGHTS] = device_terms.get(WEIGHTS, 0.0) - frozen
+        if phase.part not in (OPTIMIZER, OPTIMIZER_STEP):  # the layer that runs, and the one on its way
+            device_terms[BUFFERS] = device_terms.get(BUFFERS, 0.0) + 2 * _largest_layer(request, counts)
     if request.sp_size > 1:
         device_terms[BUFFERS] = device_terms.get(BUFFERS, 0.0) + _ulysses(
             request, counts, device_terms.get("tokens", 0.0), phase
@@ -124,6 +130,20 @@ def on_device(request: Request, counts: Counts, terms: Mapping[str, float], phas
         device_terms[BUFFERS] = device_terms.get(BUFFERS, 0.0) + of_token * device_terms.pop("tokens", 0.0)
     device_terms.pop("tokens", None)
     return device_terms
+
+
+def frozen_bytes(request: Request, counts: Counts) -> float:
+    """Bytes of the decoder layers' frozen matrices, those of ``offload="weights"``: 4-bit ones without their scales."""
+    return _frozen_size(request) * (counts.matrices - counts.trained)
+
+
+def _largest_layer(request: Request, counts: Counts) -> float:
+    """The same of the largest decoder layer."""
+    return _frozen_size(request) * (counts.layer - counts.trained / counts.layers)
+
+
+def _frozen_size(request: Request) -> float:
+    return 0.5 if request.qlora else float(request.setup().dtype.itemsize)
 
 
 def _ulysses(request: Request, counts: Counts, tokens: float, phase: Phase) -> float:
@@ -256,11 +276,13 @@ def on_host(request: Request, counts: Counts, checkpoints: Mapping[str, float], 
         budget: most bytes of the pool that they are copied into, 0 for no bound.
     """
     host_terms: dict[str, float] = {}
-    if request.options.offload:
+    if request.options.offload_room:
         host_terms.update((name, size * request.per_node) for name, size in checkpoints.items() if size)
         total = sum(checkpoints.values())
         if total and request.device_type != "cpu":
             host_terms[POOL] = max(0.0, pool_bytes(math.ceil(total), budget) - total) * request.per_node
+    if request.options.weights_on_host:  # in whole chunks
+        host_terms[WEIGHTS] = math.ceil(frozen_bytes(request, counts) / PINNED_AT_ONCE) * float(PINNED_AT_ONCE)
     if "optimizer" in request.engine_offload:
         states = STATE_BYTES[request.optimizer] + (4.0 if request.engine in DEEPSPEED else 0.0)
         host_terms[OPTIMIZER] = states * counts.trained / request.nodes

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from seqtile.options import WHOLE_LAYER, changed
+from seqtile.options import WHOLE_LAYER, changed, offload_of
 from seqtile.planner.names import CHECKPOINT_OFFLOAD
 from seqtile.planner.request import Request
 
@@ -22,7 +22,8 @@ class Technique:
 
     Attributes:
         name: in a table.
-        changes: the options and fields of a request that it sets; ``engine_offload`` is added to what is on the host.
+        changes: the options and fields of a request that it sets; ``offload`` and ``engine_offload`` are added to what
+            is on the host.
         why: what it saves, in a few words.
         flags: what sets it on the command line; ``--offload`` is made of the request.
     """
@@ -37,6 +38,10 @@ class Technique:
         changes = dict(self.changes)
         if "engine_offload" in changes:
             changes["engine_offload"] = tuple(dict.fromkeys([*request.engine_offload, *changes["engine_offload"]]))
+        if "offload" in changes:
+            checkpoints = changes["offload"] is True or bool(request.options.offload_room)
+            weights = changes["offload"] == "weights" or request.options.weights_on_host
+            changes["offload"] = offload_of(checkpoints, weights)
         return changed(request, **changes)
 
     def flags_for(self, request: Request) -> str:
@@ -44,7 +49,8 @@ class Technique:
         if not {"offload", "engine_offload"} & self.changes.keys():
             return self.flags
         on = self.on(request)
-        return f"--offload {','.join([*([CHECKPOINT_OFFLOAD] if on.options.offload else []), *on.engine_offload])}"
+        words = [CHECKPOINT_OFFLOAD] * bool(on.options.offload_room) + ["weights"] * on.options.weights_on_host
+        return f"--offload {','.join([*words, *on.engine_offload])}"
 
 
 TILED_LOSS = Technique("tiled loss", {"loss": "tiled"}, "no [tokens, vocabulary] logits", "--loss tiled")
@@ -56,6 +62,9 @@ ATTENTION_SAVED = Technique(
     "attention saved", {"checkpoint": "attention-saved"}, "the recompute skips attention's kernel"
 )
 CHECKPOINTS_ON_HOST = Technique("checkpoints on the host", {"offload": True}, "layer inputs in host memory")
+WEIGHTS_ON_HOST = Technique(
+    "frozen weights on the host", {"offload": "weights"}, "frozen weights in host memory, two layers' on the device"
+)
 REST_OF_LAYER = Technique("rest of the layer in tiles", {"blocks": WHOLE_LAYER}, "norms and projections in tiles")
 STATE_TILES = Technique(
     "layers with a state in tiles", {"state": "auto"}, "recurrent layers one tile at a time", "--state auto"
@@ -67,6 +76,12 @@ MINIMAL_MEMORY = Technique(
     "norms and projections in tiles, attention by head groups",
     f"--blocks {WHOLE_LAYER} --heads 1",
 )
+
+
+def can_stream(request: Request) -> bool:
+    """Whether the frozen weights of its layers can wait on the host."""
+    return request.engine == "single" and request.lora is not None and request.device_type == "cuda"
+
 
 BASELINE = Technique(
     "baseline",
