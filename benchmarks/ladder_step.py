@@ -1,6 +1,6 @@
 """One real step of a model of which only a few layers run, with the memory that the other layers would hold.
 
-What is left out stands between the upper and the lower half of the layers that run: its weights and optimiser states
+What is left out stands between the upper and the lower half of the layers that run: its weights and optimizer states
 all the time, its checkpoints from the forward until the backward has come there, its gradients from then on. So the
 device runs out of memory where it would with all layers.
 """
@@ -101,7 +101,7 @@ class LeftOut:
         self.layer.register_forward_pre_hook(self._arrive, with_kwargs=True)
 
     def stand(self, optimizer: Any) -> None:
-        """Hold weights and optimiser states from here on."""
+        """Hold weights and optimizer states from here on."""
         own = list(self.layer.parameters())
         states = [s for p in own for s in optimizer.state.get(p, {}).values() if isinstance(s, Tensor) and s.dim()]
         self.hold("standing", self.number * sum(t.numel() * t.element_size() for t in [*own, *states]))

@@ -3,7 +3,7 @@
     python benchmarks/layer_rows.py [--tokens 131072]
 
 By the plan's fake runs, in bf16, tiled loss, activation checkpoints, all layers: at the peak of each part of the
-backward everything that is not weights, gradients, optimiser states or checkpointed layer inputs, with what
+backward everything that is not weights, gradients, optimizer states or checkpointed layer inputs, with what
 FlashAttention-2 takes inside itself. A row is 8 KiB per token, 1 GiB at 131,072 tokens. With adapters (rank 16 on every
 linear layer, in fp32, products in bf16 by autocast) the base is frozen.
 """

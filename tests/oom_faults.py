@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-PHASES = ("forward", "loss", "backward", "optimiser")
+PHASES = ("forward", "loss", "backward", "optimizer")
 
 
 class Fault(TrainerCallback):
@@ -30,7 +30,7 @@ class Fault(TrainerCallback):
     def _fail(self, *_: Any) -> None:
         if self.now != self.step or self.left <= 0 or (self.flag is not None and self.flag.exists()):
             return
-        if self.phase != "optimiser" and self.began < self.micro:
+        if self.phase != "optimizer" and self.began < self.micro:
             return
         self.left -= 1
         if self.flag is not None:

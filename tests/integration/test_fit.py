@@ -60,7 +60,7 @@ class Step:
     Attributes:
         attention: forward calls of attention's kernel.
         mlp_rows, logits_rows: the longest product with a matrix of the MLP, and with the head's.
-        held: bytes of weights, optimiser states and whatever was live, at the peak.
+        held: bytes of weights, optimizer states and whatever was live, at the peak.
     """
 
     attention: int = 0

@@ -82,7 +82,7 @@ def test_a_step_is_done_again_in_place(
     told = phase if phase != "recompute" else "backward"
     block = {"loss": "lm_head", "backward": "model.layers.1"}.get(phase, "model.layers.1.self_attn")
     place = f"out of memory at step 3, in the {told} of {block}"
-    assert f"{place}: going on in place with tile: 8, loss_tile: 8" in caplog.text
+    assert f"{place}: continuing in place with tile: 8, loss_tile: 8" in caplog.text
     for name, tensor in weights(tmp_path / "out").items():
         assert torch.equal(tensor, expected[name]), name
     # The mean that is logged of the failed step is put right by a sum and a difference of fp32 numbers.
@@ -100,22 +100,22 @@ def test_what_the_optimiser_has_begun_is_done_again_from_the_checkpoint(
     model: Path, dataset: Path, tmp_path: Path, reference: Any, caplog: Any
 ):
     values, losses, expected = reference
-    outcome = run(model, dataset, tmp_path / "out", Fault("optimiser", FAILED), on_oom="retry", trainer=CONSTANT,
+    outcome = run(model, dataset, tmp_path / "out", Fault("optimizer", FAILED), on_oom="retry", trainer=CONSTANT,
                   **values)  # fmt: skip
-    assert "in the optimiser: going on from checkpoint-2 with tile: 8, loss_tile: 8" in caplog.text
+    assert "in the optimizer: continuing from checkpoint-2 with tile: 8, loss_tile: 8" in caplog.text
     assert outcome.losses == losses
     for name, tensor in weights(tmp_path / "out").items():
         assert torch.equal(tensor, expected[name]), name
     (again,) = outcome.retries
-    assert (again["step"], again["phase"], again["how"]) == (3, "optimiser", "from checkpoint-2")
+    assert (again["step"], again["phase"], again["how"]) == (3, "optimizer", "from checkpoint-2")
 
 
 def test_the_first_step_goes_on_from_a_checkpoint_of_step_0(model: Path, dataset: Path, tmp_path: Path, caplog: Any):
     small = {**DROPPING, "tile": 8, "loss_tile": 8, "steps": 2, "report": False}
     whole = run(model, dataset, tmp_path / "whole", **small)
-    fault = Fault("optimiser", 1)
+    fault = Fault("optimizer", 1)
     found = run(model, dataset, tmp_path / "out", fault, on_oom="retry", **{**small, "tile": 32, "loss_tile": 32})
-    assert "going on from checkpoint-0" in caplog.text and found.losses == whole.losses
+    assert "continuing from checkpoint-0" in caplog.text and found.losses == whole.losses
     for name, tensor in weights(tmp_path / "out").items():
         assert torch.equal(tensor, weights(tmp_path / "whole")[name]), name
 
@@ -134,7 +134,7 @@ def test_memory_that_is_really_short(dataset: Path, tmp_path: Path):
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["tiles"] in ([512], [512, 128]), done.stderr  # how much is free in pieces depends on the libraries
-    assert re.search("in the (forward|backward) of model.layers.0.mlp: going on in place with tile: 512", done.stderr)
+    assert re.search("in the (forward|backward) of model.layers.0.mlp: continuing in place with tile: 512", done.stderr)
     smaller = {**values, "tile": found["tiles"][-1], "loss_tile": found["loss_tile"]}
     whole = run(wide, rows, tmp_path / "whole", **smaller)
     assert found["losses"] == [list(loss) for loss in whole.losses]
@@ -172,8 +172,8 @@ def test_it_says_what_it_was_doing_and_keeps_the_checkpoint(
     assert first == f"out of memory at step 3, in the {phase}{block.get(phase, '')}: {asked}"
     assert "  0.05 MiB  4 x optimizer state of model.layers.*.mlp.gate_proj.weight, 96 x 32 float32\n" in rest
     # 36,416 weights in fp32, and two states of each.
-    sums = re.search(r"in all: optimiser state 0.31 MiB, weights 0.16 MiB, .*", rest)
-    assert sums and "activations 0." in sums[0] and ("gradients" in sums[0]) == (phase in ("backward", "optimiser"))
+    sums = re.search(r"in all: optimizer state 0.31 MiB, weights 0.16 MiB, .*", rest)
+    assert sums and "activations 0." in sums[0] and ("gradients" in sums[0]) == (phase in ("backward", "optimizer"))
     assert re.search(r"\nthe plan of \d\d tokens\n", rest)
     assert f"the last complete checkpoint is {tmp_path / 'out' / 'checkpoint-2'}" in rest
     assert [step for step, _ in numbered(tmp_path / "out")] == [2]

@@ -93,7 +93,7 @@ def test_a_run_in_passes_over_the_heads_is_the_plain_one_and_saves(folder: Path,
         train(build_recipe({**values, **one, "output": str(tmp_path / name)}, {})[0]) for name, one in more.items()
     )
     assert passes.ran == "batches of up to 64 tokens were cut into up to 4 tiles"
-    assert "1 key-value heads per pass" in str(passes.tiling)
+    assert "1 key-value head per pass" in str(passes.tiling)
     assert dict(passes.losses) == pytest.approx(dict(plain.losses), rel=1e-4)
     assert passes.best == pytest.approx(plain.best, rel=1e-4)
 

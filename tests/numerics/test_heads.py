@@ -82,7 +82,7 @@ def test_every_checkpoint(architecture: str, impl: str, how: str) -> None:
     """Rotary alone, q/k norms, soft-cap with sliding window, sinks; the MLP tiled beside it."""
     model = model_with(architecture, how, impl)
     report = assert_exact(model, tokens(2, LENGTH), blocks="auto", tile="shards:3", **settings(how))
-    assert "head-wise attention in 2 of 2" in report and "1 key-value heads per pass" in report
+    assert "head-wise attention in 2 of 2" in report and "1 key-value head per pass" in report
 
 
 @pytest.mark.device

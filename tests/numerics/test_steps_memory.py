@@ -24,7 +24,7 @@ def tiny_llama() -> nn.Module:
 
 
 def live_after_each_step(model: nn.Module, steps: int) -> list[int]:
-    """Counted live bytes after every step of training, optimiser states included."""
+    """Counted live bytes after every step of training, optimizer states included."""
     optimizer = torch.optim.AdamW(model.parameters())
     live_bytes = []
     with count_live_bytes() as live:

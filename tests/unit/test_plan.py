@@ -750,13 +750,13 @@ def test_shards_divide_what_stands(sharded: Planner) -> None:
     weights = sharded.counts.weights
     found = terms(sharded).terms
     assert found["weights"] == 4 * weights / 8
-    assert found["optimiser state"] == 8 * weights / 8
+    assert found["optimizer state"] == 8 * weights / 8
     zero3 = terms(other(sharded, engine="zero3")).terms
     assert zero3["weights"] == (4 + 2) * weights / 8
     host = terms(other(sharded, engine="zero3", engine_offload=("optimizer",)))
     assert host.terms["weights"] == 2 * weights / 8
-    assert host.terms.get("optimiser state", 0.0) == 0
-    assert host.host_terms["optimiser state"] == (8 + 4) * weights
+    assert host.terms.get("optimizer state", 0.0) == 0
+    assert host.host_terms["optimizer state"] == (8 + 4) * weights
 
 
 def test_what_engines_keep_beside_their_shards(sharded: Planner) -> None:
@@ -774,9 +774,9 @@ def test_what_engines_keep_beside_their_shards(sharded: Planner) -> None:
     # its part of the batches before, and of the one that runs
     assert held(engine="zero2", accumulation=2)["gradients"] == 2 * 2 * trained / 8
     # the bucket, a flat bf16 copy of the partition, and its fp32 copy
-    step = held(Phase("optimiser step"), engine="zero3")
+    step = held(Phase("optimizer step"), engine="zero3")
     assert step["engine buffers"] == 2 * ZERO_BUCKET + (2 + 4) * trained / 8
-    offloaded = held(Phase("optimiser step"), engine="zero3", engine_offload=("optimizer",))
+    offloaded = held(Phase("optimizer step"), engine="zero3", engine_offload=("optimizer",))
     assert offloaded["engine buffers"] == 2 * ZERO_BUCKET
 
 
@@ -830,7 +830,7 @@ def test_offloaded_shards_are_not_on_the_device(sharded: Planner) -> None:
     moved = replace(sharded.request, engine_offload=("optimizer", "weights"))
     terms = {"gradients": 2.0 * sharded.counts.trained}
     held = on_device(moved, sharded.counts, terms, Phase("MLP", 0, "backward"))
-    assert held["weights"] == held["gradients"] == held["optimiser state"] == 0
+    assert held["weights"] == held["gradients"] == held["optimizer state"] == 0
 
 
 def test_whole_logits_leave_a_hole_in_the_allocator(planner: Planner) -> None:

@@ -355,7 +355,9 @@ def install_heads(model: nn.Module, heads: Heads | None, modules: Sequence[Atten
         f"{type(module.module).__name__}, {module.shape.query} query heads on {module.shape.groups}"
         for module in modules
     )
-    passes = "heads per pass chosen by length" if heads == "auto" else f"{heads} key-value heads per pass"
+    passes = (
+        "heads per pass chosen by length" if heads == "auto" else f"{heads} key-value head{'s' * (heads != 1)} per pass"
+    )
     untouched = f", {len(left)} left alone" if left else ""
     for state, layers in states_of(model).items():
         untouched += f"; {len(layers)} layers with a state ({state}) run untiled"

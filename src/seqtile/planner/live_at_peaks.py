@@ -19,7 +19,7 @@ from seqtile.planner.phases import REST, Phase
 
 WEIGHTS = "weights"
 GRADIENTS = "gradients"
-OPTIMIZER = "optimiser state"
+OPTIMIZER = "optimizer state"
 CHECKPOINTS = "checkpointed hidden states"
 KEPT = "kept attention outputs"
 KEPT_TILES = "kept gate and up"

@@ -28,7 +28,7 @@ from seqtile.planner.plan_plot import require_matplotlib
 from seqtile.planner.step_config import Setup
 from seqtile.planner.tile_choice import head_tile
 
-PHASES = ("forward", "loss", "backward", "optimiser")
+PHASES = ("forward", "loss", "backward", "optimizer")
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class MeasuredSide:
 
     Attributes:
         name: ``"tiled"`` or ``"untiled"``.
-        standing: bytes of weights and optimiser states, there before the step.
+        standing: bytes of weights and optimizer states, there before the step.
         peaks: bytes at the peak of forward, loss, backward and optimiser, standing ones included.
         planned: the same as the plan has them.
         peak_at: the part of the step where the plan has its peak.
@@ -221,7 +221,7 @@ _OUTSIDE = (Phase(REST), Phase(WEIGHTS), Phase(OPTIMIZER))
 def _stage(phase: Phase) -> str:
     """Which of :data:`PHASES` a part of the step belongs to."""
     if phase.part == OPTIMIZER_STEP:
-        return "optimiser"
+        return "optimizer"
     if phase.direction != "forward":
         return "backward"
     return "loss" if phase.part == HEAD else "forward"

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 HEAD = "head and loss"
 REST = "rest of the model"
-OPTIMIZER_STEP = "optimiser step"
+OPTIMIZER_STEP = "optimizer step"
 ATTENTION = "attention"
 STATE = "layers with a state"
 TOWER = "vision tower"
@@ -33,7 +33,7 @@ class Phase:
     """One part of a training step: a counter's label and a key; ``str`` is for people, ``"MLP#3, backward"``.
 
     Attributes:
-        part: ``"MLP"``, ``"attention"``, ``"head and loss"``, ``"optimiser step"``, ...
+        part: ``"MLP"``, ``"attention"``, ``"head and loss"``, ``"optimizer step"``, ...
         layer: the number of its decoder layer; None for what is in no layer, or in any.
         direction: ``"forward"``, ``"recompute"`` or ``"backward"``; "" for what has none.
         in_kernel: while a kernel runs that takes memory inside itself.

@@ -282,7 +282,7 @@ def auto_class(config: Any, recipe: Recipe) -> Any:
 def freeze_unread(model: Any) -> list[str]:
     """Freeze what text never reaches in a model for pictures or sound; names of modules.
 
-    Without a gradient they train nothing, DDP waits for them, and engines keep optimiser states for them.
+    Without a gradient they train nothing, DDP waits for them, and engines keep optimizer states for them.
     """
     if not towers_of(model.config):
         return []

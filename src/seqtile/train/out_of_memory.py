@@ -45,7 +45,7 @@ class Place:
     """Where it happened.
 
     Attributes:
-        phase: ``"forward"``, ``"loss"``, ``"backward"`` or ``"optimiser"``; ``""`` outside of a step.
+        phase: ``"forward"``, ``"loss"``, ``"backward"`` or ``"optimizer"``; ``""`` outside of a step.
         block: qualified name of the innermost module that is known, or ``""``.
         step: the optimiser step that was to be done, from 1.
         asked: bytes that could not be had; 0 where the error does not say.
@@ -110,10 +110,10 @@ def find_place(error: BaseException, model: nn.Module, whereabouts: Whereabouts 
         in_step = in_step or code.co_name == "training_step"
         if code.co_name == "training_step":
             phase = phase or "loss"  # until a part of the backbone is found
-        elif code.co_name == "backward" and in_step and phase != "optimiser":
+        elif code.co_name == "backward" and in_step and phase != "optimizer":
             phase, block, in_head = "backward", "", False
         elif code.co_name in _OPTIMIZER_STEPS and any(name in filename for name in _OPTIMIZERS):
-            phase, block = "optimiser", ""
+            phase, block = "optimizer", ""
         if "/seqtile/ops/" in filename:
             in_tile, in_head = True, in_head or "/seqtile/ops/lm_loss/" in filename
         if phase and isinstance(owner, nn.Module) and id(owner) in names:
@@ -166,8 +166,8 @@ def largest_tensors(error: BaseException, model: Any, optimizer: Any, whereabout
         _add_label(labels, weight.grad if weight.is_leaf else None, "gradients", f"gradient of {name}")
     for weight, states in getattr(getattr(optimizer, "optimizer", optimizer), "state", {}).items():
         for value in states.values() if isinstance(states, dict) else ():
-            what = f"optimizer state of {parameters[id(weight)]}" if id(weight) in parameters else "optimiser state"
-            _add_label(labels, value, "optimiser state", what)
+            what = f"optimizer state of {parameters[id(weight)]}" if id(weight) in parameters else "optimizer state"
+            _add_label(labels, value, "optimizer state", what)
     for name, ref in whereabouts.outputs.items() if whereabouts is not None else ():
         _add_label(labels, ref(), "activations", f"output of {name}")
     for frame in reversed([*_frames(error)]):

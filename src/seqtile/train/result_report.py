@@ -116,7 +116,7 @@ def plot_loss(losses: Sequence[tuple[int, float]], path: Path) -> None:
     axes.plot(
         steps, values, color=PALETTE[ATTENTION], linewidth=1.6, marker="o" if len(losses) <= 50 else "", markersize=3
     )
-    axes.set_xlabel("optimiser step")
+    axes.set_xlabel("optimizer step")
     axes.set_ylabel("loss (nats per token)")
     axes.set_title("Training loss", loc="left")
     _plain(axes)
