@@ -124,7 +124,7 @@ def test_a_model_that_needs_a_package_which_is_not_here(place: Path, model: Path
         raise ImportError("the package for FlashAttention2 doesn't seem to be installed.\nMore lines.")
 
     monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", without_it)
-    assert "which need a package (the package for Flash" in refused(place, capsys, recipe(place, model))
+    assert "a package is missing (the package for Flash" in refused(place, capsys, recipe(place, model))
 
 
 @pytest.mark.parametrize("token", [10**9, 257, -1])
@@ -143,7 +143,7 @@ def test_overwrite_leaves_a_directory_that_is_no_runs_own(place: Path, model: Pa
     shutil.copy(model / "config.json", project)
     (project / "recipe.yaml").write_text(yaml.safe_dump(recipe(place, model, output="runs/first")))
     sentence = refused(place, capsys, recipe(place, model, output=str(project)), "--overwrite")
-    assert "holds a recipe.yaml of another run, and --overwrite would delete the files beside it" in sentence
+    assert "has a recipe.yaml of another run, and --overwrite would delete the files beside it" in sentence
 
 
 def test_overwrite_does_not_follow_a_link(place: Path, model: Path):

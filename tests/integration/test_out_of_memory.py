@@ -148,7 +148,7 @@ def test_it_ends_where_nothing_smaller_is_left(
     monkeypatch.setattr(retry, "_by_plan", lambda *_: [])
     with pytest.raises(RunError) as caught:
         run(model, dataset, tmp_path / "out", Fault("forward", FAILED, times=99), on_oom="retry")
-    assert "2 of at most 8 retries were made; nothing smaller is left" in str(caught.value)
+    assert "2 of at most 8 retries; no smaller setting is left" in str(caught.value)
     assert newest_whole(tmp_path / "out")[0] == tmp_path / "out" / "checkpoint-2"
     assert read_recipe(tmp_path / "out" / "recipe.yaml")["tile"] == 2
 

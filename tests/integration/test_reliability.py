@@ -197,7 +197,7 @@ def test_a_damaged_checkpoint_is_named_skipped_and_kept(
     (run / MARK).unlink()
     ended = killed_run.train(server, recipe(model, dataset, run, steps=4), tmp_path / "log", resume=True)
     assert ended.code == 0, ended.said
-    assert "skipped checkpoint-4: optimizer.pt holds 100 of " in ended.said
+    assert "skipped checkpoint-4: optimizer.pt has 100 of " in ended.said
     assert f"resuming from {run / 'checkpoint-2'}" in ended.said
     assert (run / "set-aside-checkpoint-4" / "optimizer.pt").stat().st_size == 100
     for name, tensor in weights(finished).items():
@@ -321,7 +321,7 @@ def test_other_rows_under_the_same_name_are_refused(half: Path, model: Path, dat
     for wrong in ([*rows[:-1], {"text": rows[-1]["text"][:-4] + "cat."}], rows[:-1], [*rows, rows[0]], rows[::-1]):
         tiny_run.write_jsonl(own, wrong)
         before = snapshot(tmp_path / "own")
-        with pytest.raises(UserError, match="no longer holds the rows that checkpoint-2 was trained on"):
+        with pytest.raises(UserError, match="no longer has the rows that checkpoint-2 was trained on"):
             resume(model, own, tmp_path / "own")
         assert snapshot(tmp_path / "own") == before
 
@@ -331,7 +331,7 @@ def test_another_base_under_the_same_adapters_is_refused(dataset: Path, tmp_path
     train(build_recipe(recipe(base, dataset, tmp_path / "out", steps=1, lora={"r": 2}), {})[0])
     moved = {name: value + 1e-3 for name, value in weights(base).items()}
     save_file(moved, base / "model.safetensors", {"format": "pt"})
-    with pytest.raises(UserError, match="no longer has the frozen weights that checkpoint-1 was trained over"):
+    with pytest.raises(UserError, match="no longer has the frozen weights that checkpoint-1 was trained with"):
         resume(base, dataset, tmp_path / "out", lora={"r": 2})
 
 
@@ -411,7 +411,7 @@ def test_every_key_that_would_change_the_run_is_refused(run: Path):
             continue  # next to the saved steps
         with pytest.raises(UserError, match=f"--resume cannot change {key} from"):
             resumed_recipe({}, {"output": str(run), key: value})
-    with pytest.raises(UserError, match="keep one"):
+    with pytest.raises(UserError, match="use one"):
         resumed_recipe({}, {"output": str(run), "epochs": 2})
     with pytest.raises(UserError, match="--resume cannot change lora from"):
         resumed_recipe({}, {"output": str(run), "qlora": True})

@@ -378,7 +378,7 @@ def test_comparison_of_tiled_and_untiled(model: Path, dataset: Path, tmp_path: P
         "peak activation memory",
         "GEMM FLOPs / (2 N D F) per MLP",
         "largest relative gradient difference",
-        "peak     tiled in ",
+        "peak     tiled: ",
     ):
         assert words in shown
     numbers = json.loads((tmp_path / "out" / "report" / "report.json").read_text())["comparison"]

@@ -442,7 +442,7 @@ def test_what_cannot_be_looked_at_is_said() -> None:
     model = copy.deepcopy(causal_lm("llama"))
     seqtile.apply(model, tile=5)
     model.model.layers[0].mlp.up_proj.weight.ds_id = 1  # as ZeRO-3 marks it
-    with pytest.raises(seqtile.UserError, match="DeepSpeed holds the gradients"):
+    with pytest.raises(seqtile.UserError, match="DeepSpeed owns the gradients"):
         seqtile.check_gradients(model)
 
 

@@ -47,7 +47,7 @@ def test_a_slower_kernel_than_the_device_has_is_said(
     said = slower_than_possible(ran, capability, flash3=flash3)
     assert bool(said) == faster
     if faster:
-        assert said.startswith(f"attention ran on {', '.join(sorted(map(backend_of, ran))) or 'plain products'}, and")
+        assert said.startswith(f"attention ran on {', '.join(sorted(map(backend_of, ran))) or 'plain products'}, but")
         assert ("cuDNN" in said) == (capability in (HOPPER, B200)) and "attn_implementation=" in said
         assert ("FlashAttention-3" in said) == (capability == HOPPER)
         assert ("'flash_attention_2'" in said) == (capability == AMPERE), "the package is not for newer ones"

@@ -60,7 +60,7 @@ def test_every_phase_is_where_the_plan_said(folder: Path, capsys: pytest.Capture
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--max-length", "9000"], "beyond the 8,192 positions"),
+        (["--max-length", "9000"], "the 8,192 positions"),
         (["--max-length", "8"], "at least 64"),
         (["--tile", "many"], "not a tile rule"),
         (["--optimizer", "adam"], "expected one of"),
