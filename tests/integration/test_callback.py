@@ -201,7 +201,7 @@ def test_settings_that_would_be_ignored_are_refused(directory: Path) -> None:
     ):
         seqtile.TilingCallback(tiles=8)
     report = seqtile.apply(AutoModelForCausalLM.from_pretrained(directory))
-    with pytest.raises(seqtile.UserError, match="got Report and the settings .'tile'.; give either"):
+    with pytest.raises(seqtile.UserError, match="got Report and the settings .'tile'.; pass either"):
         seqtile.TilingCallback(report, tile=8)
 
 
