@@ -82,7 +82,7 @@ class Recurrent(nn.Module):
 @pytest.mark.parametrize("asked", [{}, {"packing": False, "padding_free": True}], ids=["packing", "padding_free"])
 def test_a_state_that_starts_again_at_every_document_may_be_packed(asked: dict[str, Any]) -> None:
     check_packing(Recurrent(restarts=True), arguments(**asked))
-    with pytest.raises(UserError, match=r"read each other's state \(short convolution, in layers.0 and others\)"):
+    with pytest.raises(UserError, match=r"share state \(short convolution, in layers.0 and others\)"):
         check_packing(Recurrent(restarts=False), arguments(**asked))
 
 
