@@ -70,6 +70,8 @@ rope, norms and fused loss."""
 STEP_SETTINGS: dict[str, Callable[[StepMethod], StepMethod]] = {
     "attention-saved": lambda method: changed(method, checkpoint="attention-saved"),
     "offload": lambda method: changed(method, offload=True),
+    "weights": lambda method: changed(method, offload="weights"),
+    "offload-weights": lambda method: changed(method, offload="checkpoints+weights"),
     "heads": lambda method: changed(method, heads=1, blocks="mlp+norm+projections"),
     "liger": lambda method: replace(method, liger=("rope", "rms_norm")),
     "liger-loss": lambda method: changed(method, liger=(*method.liger, "fused_linear_cross_entropy"), loss=None),

@@ -17,7 +17,7 @@ import itertools
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
@@ -40,11 +40,11 @@ from suite import GIB, RESULTS, Row, Suite
 
 K = 1024
 OURS = ("seqtile", *(f"seqtile+{settings}" for settings in (
-    "attention-saved", "liger", "attention-saved+liger", "offload", "heads+offload",
+    "attention-saved", "liger", "attention-saved+liger", "offload", "heads+offload", "weights", "offload-weights",
 )))  # fmt: skip
 PEERS = tuple(name for name in STEP_METHODS if name != "seqtile")
 QUICK = ("transformers", "liger", "liger-tiled", "liger-nightly", "seqtile", "seqtile+attention-saved",
-         "seqtile+attention-saved+liger")  # fmt: skip
+         "seqtile+attention-saved+liger", "seqtile+weights")  # fmt: skip
 LAYERS = (2, 4)
 LORA = 16
 TINY = Path(__file__).parent / "data" / "tiny-llama"
@@ -89,7 +89,7 @@ def run(flags: argparse.Namespace) -> None:
             list(pool.map(lambda worker: worker.run(READY, {}, timeout_s=suite.left), workers.values()))
         for train in flags.train:
             key = {**base, "lora": LORA if train == "lora" else 0, "layers": 2, "tokens": min(16 * K, lengths[0])}
-            for method in methods:
+            for method in methods if train == "lora" else without_frozen(methods):
                 _measure(suite, workers[method], GRADIENTS, f"gradients, {train}", {**key, "method": method})
         scale = 64 if flags.smoke else 1
         ceilings = _measure(suite, suite.worker, machine.JOB, "machine", {"device": device, "scale": scale})
@@ -104,6 +104,11 @@ def run(flags: argparse.Namespace) -> None:
         suite.finish()
 
 
+def without_frozen(methods: Iterable[str]) -> list[str]:
+    """The methods that can train all weights: not those that keep frozen ones on the host."""
+    return [method for method in methods if "weights" not in method]
+
+
 def _measure(suite: Suite, worker: Worker, job: str, part: str, key: Row) -> Row:
     [row] = suite.run(part, key, lambda left: [worker.run(job, key, timeout_s=left)])
     shown = ("error", "gradient_difference", "worst", "step_ms", "peak_gib", "ms", "gemm_tflops", "attention")
@@ -116,7 +121,7 @@ def _take_turns(
     suite: Suite, workers: dict[str, Worker], base: Row, trains: Sequence[str], tokens: int, rounds: int
 ) -> None:
     """Steps of each method one after another, and again; what failed once is not tried again."""
-    failed: set[tuple[str, str]] = set()
+    failed = {("full", method) for method in workers} - {("full", method) for method in without_frozen(workers)}
     for turn in range(rounds):
         for train, (method, worker) in itertools.product(trains, workers.items()):
             for layers in () if (train, method) in failed else LAYERS:

@@ -109,6 +109,21 @@ def test_killed_again_and_again_is_the_same_run(
         assert len(list((tmp_path / "killed").glob(f"set-aside-checkpoint-{step}*"))) == partial.count(step)
 
 
+def test_killed_and_resumed_with_weights_on_the_host(model: Path, dataset: Path, tmp_path: Path, server: Any) -> None:
+    """The same losses and adapters, bit for bit, as with the weights on the device."""
+    adapters = {"lora": {"r": 2, "target_modules": ["q_proj", "down_proj"]}, "save_steps": 1, "steps": 3}
+    here = killed_run.train(server, recipe(model, dataset, tmp_path / "here", **adapters), tmp_path / "here.log")
+    values = recipe(model, dataset, tmp_path / "there", offload="checkpoints+weights", **adapters)
+    ended = killed_run.train(server, values, tmp_path / "there.log", kill=Kill(2))
+    assert ended.code == -signal.SIGKILL and "layers on the host" in ended.said, ended.said
+    ended = killed_run.train(server, values, tmp_path / "again.log", resume=True)
+    assert ended.losses == here.losses, ended.said
+    assert "fetched nothing" not in ended.said
+    assert weights(tmp_path / "there").keys() == weights(tmp_path / "here").keys()
+    for name, tensor in weights(tmp_path / "here").items():
+        assert torch.equal(tensor, weights(tmp_path / "there")[name]), name
+
+
 @pytest.mark.parametrize("writing", [False, True])
 def test_killed_before_the_first_checkpoint_was_whole(
     writing: bool, model: Path, dataset: Path, tmp_path: Path, server: Any, caplog

@@ -120,7 +120,10 @@ def test_a_flag_that_does_not_tile_leaves_out_what_the_recipe_says_of_tiles():
     assert not recipe.tiled_mlp and recipe.options.keep == 0
 
 
-@pytest.mark.parametrize("values", [{"steps": 3, "epochs": 2}, {"tiled_mlp": False, "compare": True}])
+@pytest.mark.parametrize("values", [
+    {"steps": 3, "epochs": 2}, {"tiled_mlp": False, "compare": True},
+    {"compare": True, "offload": "weights", "lora": {"r": 4}},
+])  # fmt: skip
 def test_settings_of_which_one_would_be_ignored(values: dict[str, Any]):
     with pytest.raises(UserError, match="(use|drop) one"):
         resolve(recipe_of(values))

@@ -504,6 +504,9 @@ RECIPE_RULES: tuple[tuple[Callable[[Recipe], object], str], ...] = (
      "compare needs tiled_mlp true; drop one"),
     (lambda r: r.compare and r.engine != "single",
      "compare runs in one process, got engine {r.engine!r}; drop compare, or use --engine single"),
+    (lambda r: r.compare and r.options.weights_on_host,
+     "compare runs the untiled model with all weights on the device, and offload 'weights' leaves them on the host; "
+     "drop one"),
     (lambda r: r.on_oom == "retry" and not r.tiled_mlp,
      "on_oom 'retry' lowers the tile size, which needs tiled_mlp true; drop one"),
     # The first handles an out-of-memory too; the second leaves no complete checkpoint.
