@@ -59,7 +59,7 @@ def test_zero3_that_has_taken_the_linear_layers_over_is_refused() -> None:
     model = causal_lm("llama")
     for module in model.modules():
         module.ds_recompute_parameters = set()
-    with pytest.raises(UserError, match=r"ZeRO-3 gathers mlp\.gate_proj on its own.*before deepspeed\.initialize"):
+    with pytest.raises(UserError, match=r"ZeRO-3 gathers mlp\.gate_proj separately.*before deepspeed\.initialize"):
         seqtile.apply(model)
 
 
