@@ -220,7 +220,7 @@ def test_lora_in_tritons_kernels_is_left_untiled(axolotl: Axolotl) -> None:
     run = axolotl.run("LoRA in Triton's kernels, seqtile")
     same(run, axolotl.run("LoRA"))
     assert run.kernel_tokens() == {TOKENS}
-    assert "seqtile left base_model.model.model.layers.1.mlp (LlamaMLP) alone: not proven:" in run.log
+    assert "seqtile left base_model.model.model.layers.1.mlp (LlamaMLP) untiled: cannot be traced:" in run.log
     assert "which axolotl enables by default with LoRA" in run.log
 
 

@@ -222,7 +222,7 @@ def test_a_plan_says_where_there_are_no_adapters() -> None:
     config = tiny_config("falcon_h1")
     request = Request("falcon", config, find_device("h200"), lora=Lora(4))
     no_adapters, model = Planner(request).notes()
-    assert no_adapters.startswith("no adapters on out_proj: PEFT refuses them")
+    assert no_adapters.startswith("no adapters on out_proj: PEFT rejects them")
     assert model.startswith("2 layers with a state (Mamba-2) run in mamba-ssm")
     *_, plain = Planner(replace(request, scans="pytorch")).notes()
     assert plain.startswith("2 layers with a state (Mamba-2) run in transformers' PyTorch path")
@@ -237,7 +237,7 @@ def test_a_language_part_beside_a_vision_tower() -> None:
     model.zero_grad()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     report = seqtile.apply(model, heads=1, **SETTINGS["all"])
-    assert "tiled 2 of 2 MLPs" in str(report) and "1 layers with a state (Gated DeltaNet) run whole" in str(report)
+    assert "tiled 2 of 2 MLPs" in str(report) and "1 layers with a state (Gated DeltaNet) save their input" in str(report)
     tiled, got = zoo_gradients(model, batch)
     torch.testing.assert_close(tiled, loss, check_dtype=False, rtol=1e-6, atol=0.0)  # transformers' own is in fp32
     assert_same_gradients(got, expected)

@@ -212,12 +212,12 @@ def test_adapters_invoked_by_a_token_run_untiled_and_say_so(checkpoint: bool, ca
     expected = step(untiled)
     report = seqtile.apply(tiled, tile=5)
     assert report.tiled == 0 and len(report.left) == 2 and all(one.unproven for one in report.left)
-    assert "base_model.model.model.layers.0.mlp (LlamaMLP): not proven: " in caplog.text
+    assert "base_model.model.model.layers.0.mlp (LlamaMLP): cannot be traced: " in caplog.text
     assert_same(step(tiled), expected)
     trusted = make()
     assert seqtile.apply(trusted, tile=5, trust="*.mlp").tiled == 2
     assert_same(step(trusted), expected)
-    assert "layers.0.mlp runs untiled: PEFT hands its adapters one entry per sequence (alora_offsets)" in caplog.text
+    assert "layers.0.mlp runs untiled: PEFT passes its adapters one entry per sequence (alora_offsets)" in caplog.text
 
 
 def test_an_adapter_per_row_runs_untiled() -> None:

@@ -129,8 +129,8 @@ def test_cce_is_told_everything(settings: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("impl", "settings", "words"),
     [
-        ("liger", {"reduction": "none"}, "sums over tokens"),
-        ("liger", {"token_weights": torch.ones(37)}, "sums over tokens"),
+        ("liger", {"reduction": "none"}, "returns a sum only"),
+        ("liger", {"token_weights": torch.ones(37)}, "returns a sum only"),
         ("liger", {"scaling": SCALINGS["scaled"]}, "does not scale"),
         ("liger", {"dtype": torch.float64}, "computes in fp32"),
         ("cce", {}, "bias"),

@@ -269,8 +269,8 @@ def test_what_native_does_not_compute_is_refused() -> None:
         ({"label_smoothing": 0.1}, "label smoothing"),
         ({"z_loss": 0.1}, "z-loss"),
         ({"return_z_loss": True}, "return the z-loss"),
-        ({"reduction": "none"}, "sums over tokens"),
-        ({"token_weights": torch.ones(37)}, "sums over tokens"),
+        ({"reduction": "none"}, "returns a sum only"),
+        ({"token_weights": torch.ones(37)}, "returns a sum only"),
     ):
         with pytest.raises(ValueError, match=words):
             TILED(**inputs(), impl="native", **settings)

@@ -266,8 +266,8 @@ def test_a_planted_fault_is_named(monkeypatch: pytest.MonkeyPatch, fault: Plant,
 @pytest.mark.parametrize(
     ("untiled", "tiled", "problem"),
     [
-        (torch.ones(2), None, "has a gradient in the untiled run and none in the tiled run"),
-        (None, torch.ones(2), "has a gradient in the tiled run and none in the untiled run"),
+        (torch.ones(2), None, "has a gradient in the untiled run but not in the tiled run"),
+        (None, torch.ones(2), "has a gradient in the tiled run but not in the untiled run"),
         (torch.ones(2), torch.tensor([1, math.nan]), "is not finite in the tiled run"),
         (torch.full((2,), math.inf), torch.full((2,), math.inf), "is not finite in the untiled and the tiled run"),
     ],
@@ -511,7 +511,7 @@ def test_what_cannot_be_compared_is_refused(spoil: Plant, words: dict[str, Any],
 
 def test_a_model_without_a_loss_is_told_what_to_give() -> None:
     model = zoo.causal_lm("llama").model
-    with pytest.raises(seqtile.UserError, match="LlamaModel gave a BaseModelOutputWithPast, .* put labels"):
+    with pytest.raises(seqtile.UserError, match="LlamaModel returned a BaseModelOutputWithPast, .* add labels"):
         verify(model, {"inputs_embeds": torch.randn(1, 50, zoo.HIDDEN)}, tile=16)
 
 

@@ -61,7 +61,7 @@ def why_kernel_cannot(
         if call.hidden.device.type == "cpu" or find_spec("triton") is None:
             return f"it needs Triton and a GPU, and the hidden states are on {call.hidden.device.type!r}"
     if per_token or weighted:
-        return "it does not support token weights"
+        return "it returns a sum only, without token weights"
     if returns_z_loss:
         return "it does not return the z-loss"
     if aim.scaling.scale != 1.0 or aim.scaling.temperature != 1.0:
