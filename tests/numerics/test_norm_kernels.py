@@ -216,7 +216,7 @@ def test_without_a_kernel_in_pieces_of_the_tile(kernels: norms.NormKernels, capl
         got = run(norm, call, x, upstream)
     assert graphs() == 0
     (message,) = {record.message for record in caplog.records if record.name == kernels_module.logger.name}
-    assert message.startswith("norm kernels run eagerly for this call: torch.compile is switched off")
+    assert message.startswith("norm kernels run eagerly for this call: torch.compile is disabled")
     buffer = 2 * tokens * width
     assert live.peak < 2 * buffer + 0.75 * buffer, "output and input's gradient, and a piece of what is made on the way"
     expected, truth = run(norm, norm, x, upstream), Truth(norm)

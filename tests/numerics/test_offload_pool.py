@@ -316,10 +316,8 @@ def test_a_host_that_pins_no_more_is_said_once(machine: Machine, caplog: pytest.
         list(lengths(model, 90))
         model.zero_grad()
     said = [record.getMessage() for record in caplog.records if record.name == host_offload.logger.name]
-    assert said == [
-        "offload: the host gives no more than 7.63e-06 GiB of pinned memory, the rest stays on the device "
-        "(CUDA error: out of memory)"
-    ]
+    (sentence,) = said
+    assert "7.63e-06 GiB of pinned memory" in sentence and "CUDA error: out of memory" in sentence
 
 
 def test_chunks_are_counted_before_the_first_copy(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
