@@ -96,9 +96,13 @@ class HostWeight:
         self.weight.data = values
         self.address, self.version = values.data_ptr(), version_of(self.weight) or 0
 
-    def release(self) -> None:
-        """Let the parameter use the host's values again, after what was written to it meanwhile has come there."""
-        if version_of(self.weight) != self.version:
+    def release(self, *, written: bool) -> None:
+        """Let the parameter use the host's values again, after what was written to it meanwhile has come there.
+
+        Args:
+            written: it may have been, and its version does not show it: PEFT merges by ``weight.data += delta``.
+        """
+        if written or version_of(self.weight) != self.version:
             self.host.copy_(self.weight.detach())
         self.point(self.mapped)
 
@@ -147,6 +151,7 @@ class WeightStream:
     def __init__(self, layers: Sequence[LayerWeights], device: torch.device, copies: Any = None) -> None:
         self.layers, self.device, self.copies = layers, device, copies
         self.on_device: dict[int, LayerWeights] = {}
+        self.last_used = -1  # of those on the device
         self.fetched_bytes = 0
 
     def use(self, number: int, *, after: int | None) -> None:
@@ -162,24 +167,26 @@ class WeightStream:
                 if weight.is_here():
                     weight.point(values)
             layer.in_use = True
+        self.last_used = number
         if after is not None:
             self._fetch(after)
 
-    def release(self, number: int) -> None:
+    def release(self, number: int, *, written: bool = False) -> None:
         """Free a layer's device memory: kernels that read it are queued before whatever gets it next."""
         layer = self.on_device.pop(number)
         if layer.in_use:
             for weight in filter(HostWeight.is_here, layer.weights):
-                weight.release()
+                weight.release(written=written)
         elif layer.event is not None:  # the copy may still write
             self._compute_stream().wait_event(layer.event)
         layer.in_use, layer.event = False, None
         layer.free()
 
-    def release_all(self) -> None:
+    def release_all(self, *, written: bool = False) -> None:
         """Free every layer's."""
         for number in [*self.on_device]:
-            self.release(number)
+            self.release(number, written=written)
+        self.last_used = -1
 
     def _compute_stream(self) -> Any:
         return torch.accelerator.current_stream(self.device)
@@ -318,7 +325,7 @@ class HostWeights(Watched):
         stream, self.stream = self.stream, None
         if stream is None:
             return
-        stream.release_all()
+        stream.release_all(written=True)
         moved = {weight.weight: weight for layer in stream.layers for weight in layer.weights}
         _give_back(moved.values(), _device_of_rest(self.module, moved))
 
@@ -362,6 +369,10 @@ class HostWeights(Watched):
             return
         self._check(stream.layers[number].weights)
         last, backward = len(stream.layers) - 1, backward_pass() != -1
+        if not backward and number <= stream.last_used:
+            # The last pass had no backward to its end: other code ran while layers were in use, and may have merged
+            # adapters into them.
+            stream.release_all(written=True)
         if backward:
             after_backward(stream.release_all)
             after = number - 1 if number else None
@@ -508,7 +519,8 @@ def install_host_weights(model: nn.Module) -> str:
     phrases = []
     for _, module in split_frozen(find_checkpointed(model))[0]:
         standing = module.__dict__.get(_MARK)
-        if standing is None:
+        if standing is None or standing.stream is None:  # a copy of such a model has the mark, and its own weights
+            remove_host_weights(module)
             standing = HostWeights(module)
             standing.install()
         phrases.append(standing.describe())

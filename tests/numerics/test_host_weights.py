@@ -309,6 +309,75 @@ def test_what_is_written_to_a_layer_in_use_reaches_the_host() -> None:
     assert torch.equal(weight.weight, values)
 
 
+def _interrupted(*_: Any) -> Tensor:
+    raise KeyboardInterrupt
+
+
+def _train_forward(model: nn.Module) -> None:
+    model(input_ids=tokens(1, 12), labels=tokens(1, 12))
+
+
+def _evaluate_with_gradients(model: nn.Module) -> None:
+    model.eval()
+    _train_forward(model)
+
+
+def _interrupt_forward(model: nn.Module) -> None:
+    hook = model.get_base_model().model.layers[2].mlp.register_forward_hook(_interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        _train_forward(model)
+    hook.remove()
+
+
+def _interrupt_backward(model: nn.Module) -> None:
+    def interrupt_gradient(_: nn.Module, args: Any, output: Tensor) -> None:
+        output.register_hook(_interrupted)
+
+    hook = model.get_base_model().model.layers[2].register_forward_hook(interrupt_gradient)
+    with pytest.raises(KeyboardInterrupt):
+        step(model)
+    hook.remove()
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("then", ["forward", "undo"])
+@pytest.mark.parametrize("before", [_train_forward, _evaluate_with_gradients, _interrupt_forward, _interrupt_backward])
+@pytest.mark.parametrize("layers", [2, LAYERS])
+def test_adapters_merged_while_layers_are_in_use(before: Callable[[nn.Module], None], then: str, layers: int) -> None:
+    """PEFT merges through ``weight.data``, which leaves no trace in the weight's version."""
+    if layers == 2 and before in (_interrupt_forward, _interrupt_backward):
+        pytest.skip("the interrupted layer is the third")
+    plain = causal_lm("llama", use_cache=False, num_hidden_layers=layers)
+    plain = with_adapters(plain, target_modules=TARGETS["llama"])
+    model = copy.deepcopy(plain)
+    seqtile.apply(plain, **CHECKPOINTED)
+    seqtile.apply(model, **CHECKPOINTED, offload="weights")
+    before(model)
+    assert any(layer.in_use for layer in stream_of(model).layers)
+    for each in (model, plain):
+        each.base_model.merge_adapter()
+        if then == "undo":
+            seqtile.undo(each)
+    with torch.no_grad():
+        logits = [each.eval()(input_ids=tokens(1, 12)).logits for each in (model, plain)]
+    torch.testing.assert_close(*logits, rtol=0, atol=0)
+    torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()), rtol=0, atol=0)
+
+
+@pytest.mark.device
+def test_a_copy_can_wait_on_the_host_too() -> None:
+    plain, model = adapted(), adapted()
+    seqtile.apply(plain, **CHECKPOINTED)
+    seqtile.apply(model, **CHECKPOINTED, offload="weights")
+    copied = copy.deepcopy(model)
+    seqtile.apply(copied, **CHECKPOINTED, offload="weights")
+    for each in (copied, model):
+        assert_equal(step(each), step(plain))
+        assert stream_of(each).fetched_bytes
+    hosts = [{weight.data_ptr() for weight in streamed(stream_of(each))} for each in (copied, model)]
+    assert hosts[0].isdisjoint(hosts[1])
+
+
 @pytest.mark.device
 def test_undo_copies_and_pickles() -> None:
     plain, model = adapted(), adapted()
