@@ -34,8 +34,8 @@ def test_a_row_is_shown_with_what_counts_and_nothing_is_written(
     assert "who? ⟦the cat.<end>⟧" in shown
     assert "seed: 7" in shown and "max_length: 12" in shown and "gradient_accumulation" not in shown
     # 14 tokens, of which 12 stay; 7 of these are of the completion
-    assert "3 rows, 42 tokens" in shown and "3 cut at 12 tokens (6 tokens lost)" in shown
-    assert "21 tokens train, prompts not among them" in shown and "completion_only_loss: true" not in shown
+    assert "3 rows, 42 tokens" in shown and "3 truncated to 12 tokens (6 tokens lost)" in shown
+    assert "21 tokens in the loss, prompts not among them" in shown and "completion_only_loss: true" not in shown
     assert "12 tokens fit" in shown
     assert [file.name for file in tmp_path.iterdir()] == ["rows.jsonl"]
 
@@ -70,4 +70,4 @@ def test_a_model_without_a_plan_is_shown_all_the_same(
     recipe.write_text("optimizer: rmsprop\nmax_length: 64\n")
     data = tiny_run.write_jsonl(tmp_path / "rows.jsonl", [CHAT] * 3)
     shown = show(capsys, "--model", str(model), "--dataset", str(data), "--recipe", str(recipe))
-    assert "⟦user: who?" in shown and "Plan none: no plan knows optimiser 'rmsprop'" in shown
+    assert "⟦user: who?" in shown and "Plan none: got optimizer 'rmsprop'" in shown
