@@ -26,6 +26,7 @@ from seqtile.cli.plan_command import parse_adapters
 from seqtile.counting import count_products
 from seqtile.host_weights import standing_host_weights
 from seqtile.options import changed
+from seqtile.planner import explain as explain_module
 from seqtile.planner.accelerators import DEVICES, Device, find_device
 from seqtile.planner.explain import explain, next_step, proposals, recipe
 from seqtile.planner.extrapolate import fit_for
@@ -40,7 +41,7 @@ from seqtile.planner.plan_plot import colours_of
 from seqtile.planner.request import Request
 from seqtile.planner.sharding_terms import CONSTANTS, ZERO_BUCKET, frozen_bytes, on_device, on_host
 from seqtile.planner.step_config import OPTIMIZERS, PLANNED, Lora, Setup, make_optimizer
-from seqtile.planner.techniques import MINIMAL_MEMORY
+from seqtile.planner.techniques import MINIMAL_MEMORY, Technique
 from seqtile.recognise.candidates import layer_steps
 from seqtile.recognise.trace import in_a_thread
 from seqtile.train.fit import request_of as planned_again
@@ -562,6 +563,28 @@ def test_dropout_of_adapters_is_counted(folder: Path) -> None:
         for share in (0.0, 0.1)
     )
     assert dropped > plain
+
+
+@pytest.mark.parametrize(("asked", "flags"), [(0, "--cheap"), (250, "--cheap"), (350, "--dear"), (900, "--dear")])
+def test_the_next_step_reaches_what_was_asked(
+    planner: Planner, monkeypatch: pytest.MonkeyPatch, asked: int, flags: str
+):
+    """A cheap setting that doubles the length is proposed, unless only a dearer one reaches what was asked."""
+    lengths = {"cheap": 300, "dear": 400}
+
+    class Reaching:
+        at_least = staticmethod(lambda _: 0)
+
+        def __init__(self, request: Any, **_: Any) -> None:
+            self.longest = lambda: (lengths[request.model], "")
+
+    def named(name: str) -> Technique:
+        return Technique(name, {"model": name}, "", f"--{name}")
+
+    monkeypatch.setattr(explain_module, "Planner", Reaching)
+    monkeypatch.setattr(explain_module, "proposals", lambda _: [named("cheap"), named("dear")])
+    step = next_step(planner, 100, asked)
+    assert step is not None and step.flags == flags
 
 
 def test_the_next_step_is_what_it_promises(planner: Planner) -> None:

@@ -185,7 +185,7 @@ def command(
         if not (json or max_length is None or not fits or not longest):
             return None
         with status(json, "planning settings for longer sequences"), in_one_sentence(config):
-            return next_step(planner, longest)
+            return next_step(planner, longest, max_length or 0)
 
     if nothing_fits:
         show.print_object(planner, estimate, 0, limit, None, saving, better(), by_split())

@@ -96,8 +96,14 @@ def sleeping(grpo: Grpo | None) -> Technique:
     return Technique("sleeping generator", changes, "vLLM frees its memory during the step", "--generator sleep")
 
 
-def next_step(planner: Planner, longest: int) -> NextSetting | None:
-    """The setting that buys most, cheap ones first where they at least double the length; None if none buys any."""
+def next_step(planner: Planner, longest: int, asked: int = 0) -> NextSetting | None:
+    """The setting that buys most length, or the cheapest that doubles it and reaches what was asked; None if none buys.
+
+    Args:
+        planner: of what is planned.
+        longest: tokens that fit with it.
+        asked: tokens that should fit; 0 where none were named.
+    """
     best: NextSetting | None = None
     request = planner.request
     if longest >= (max_positions(request.config) or LONGEST):
@@ -114,7 +120,7 @@ def next_step(planner: Planner, longest: int) -> NextSetting | None:
         length, _ = candidate.longest()
         if length > longest and (best is None or length > best.length):
             best = NextSetting(technique.flags_for(request), length, technique.why)
-            if length >= 2 * longest:
+            if length >= max(asked, 2 * longest):
                 return best
     return best
 
