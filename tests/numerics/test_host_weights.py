@@ -269,7 +269,8 @@ def test_accumulation_evaluation_and_generation() -> None:
             logits = each(input_ids=ids).logits
         generated = each.generate(input_ids=ids, max_new_tokens=4, do_sample=False)
         results.append((gradients, logits, generated))
-    torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
+    exact = {} if results[0][1].is_cuda else {"rtol": 0, "atol": 0}  # an attention backward there may add in any order
+    torch.testing.assert_close(results[1], results[0], **exact)
 
 
 @pytest.mark.device
