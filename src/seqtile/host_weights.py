@@ -48,9 +48,7 @@ def chunks_for(sizes: Iterable[int]) -> tuple[list[int], list[tuple[int, int]]]:
     used: list[int] = []
     places: list[tuple[int, int]] = []
     sizes = [_padded(size) for size in sizes]
-    most = max(
-        PINNED_AT_ONCE, _power_of_two(4 * max(sizes, default=0))
-    )  # large experts would leave much of less unused
+    most = max(PINNED_AT_ONCE, _power_of_two(4 * max(sizes, default=0)))  # less fits wide experts badly
     for size in sizes:
         number = next((number for number, taken in enumerate(used) if taken + size <= most), len(used))
         if number == len(used):
@@ -335,15 +333,13 @@ class HostWeights(Watched):
         modules = [module.get_submodule(layer.name) for layer in decoder_layers(module)]
         holders = Counter(weight for layer in modules for weight in {*layer.parameters()})
         outside = Counter(weight for part in module.modules() for weight in part.parameters(recurse=False))
-        matrices = []
-        for layer in modules:
-            matrices.append([weight for weight in dict.fromkeys(layer.parameters()) if weight.dim() >= 2])
-        trains = not any(not weight.requires_grad for layer in matrices for weight in layer)
+        matrices = [[weight for weight in layer.parameters() if weight.dim() >= 2] for layer in modules]
+        none_is_frozen = all(weight.requires_grad for layer in matrices for weight in layer)  # adapters will come
         chosen: list[list[Tensor]] = []
         for layer_weights in matrices:
             kept = []
             for weight in layer_weights:
-                if weight.requires_grad and not trains:
+                if weight.requires_grad and not none_is_frozen:
                     continue
                 shared = holders[weight] > 1 or outside[weight] > 1
                 why = "shared" if shared else "" if _can_move(weight) else type(weight).__name__

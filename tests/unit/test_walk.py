@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +21,15 @@ def script() -> dict[str, Any]:
     return runpy.run_path(str(SCRIPT))
 
 
-@pytest.mark.parametrize(("way", "calls", "switches"), [("fused", 88, 46), ("head-wise", 112, 50)])
-def test_the_walk_is_short(way: str, calls: int, switches: int, script: dict[str, Any]) -> None:
-    """It was 284 calls with 91 switches between files, and 230 with 102; the norm before attention has 8 of them."""
-    with torch.random.fork_rng():
-        found = script["count"](way, rounds=0)
+@pytest.mark.parametrize(("way", "calls", "switches"), [("fused", 88, 46), ("head-wise", 110, 50)])
+def test_the_walk_is_short(way: str, calls: int, switches: int) -> None:
+    """It was 284 calls with 91 switches between files, and 230 with 102; the norm before attention has 8 of them.
+
+    In a process of its own: what other tests leave behind in this one has moved the count by a call.
+    """
+    command = [sys.executable, str(SCRIPT), "--way", way]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    found = json.loads(done.stdout.splitlines()[-1])
     assert 60 < found["calls"] <= calls
     assert 20 < found["switches"] <= switches
 
