@@ -85,7 +85,7 @@ class Cell:
         engine: of :data:`seqtile.planner.names.ENGINES`.
         lora: adapters instead of every weight.
         accumulation: micro-batches per update.
-        offload: the optimiser on the host.
+        offload: the optimizer on the host.
     """
 
     engine: str

@@ -67,7 +67,7 @@ _KERNEL = "its end: at 555,000 tokens a kernel's illegal memory access, not a la
 _REPEATED = "attention by PyTorch's kernel with keys and values repeated for every head, as transformers did then"
 _DEEPSPEED = "its configuration of DeepSpeed (buckets, gathered elements); planned with the defaults"
 _KBIT = "norms, embeddings and head in fp32, as PEFT prepared 4-bit models at the time"
-_STATES = "the optimiser and its precision, which were not found; planned with AdamW in bf16"
+_STATES = "the optimizer and its precision, which were not found; planned with AdamW in bf16"
 _LITGPT = (
     "llama-7b --device a100-40 --dtype bfloat16 --tile none --loss full --checkpoint none --max-length 1304 --lora "
     "r=8,dropout=0.05,target_modules=q_proj+v_proj"
@@ -79,7 +79,7 @@ RUNS = (
     Run("gist d4cd6a20, no checkpoints, batch 2", f"{_GIST} --checkpoint none --batch-size 2", 70.5, "device",
         lacks=_DEEPSPEED),
     Run("gist d4cd6a20, batch 2", f"{_GIST} --checkpoint layer --batch-size 2", 19.0, "device", lacks=_DEEPSPEED),
-    Run("gist d4cd6a20, batch 2, optimiser on the host",
+    Run("gist d4cd6a20, batch 2, optimizer on the host",
         f"{_GIST} --checkpoint layer --batch-size 2 --offload optimizer", 8.8, "device", lacks=_DEEPSPEED),
     Run("gist d4cd6a20, batch 8", f"{_GIST} --checkpoint layer --batch-size 8", 36.4, "device", lacks=_DEEPSPEED),
     Run("gist d4cd6a20, batch 4, all on the host",

@@ -153,7 +153,7 @@ def measure_steps(arguments: dict[str, Any]) -> dict[str, Any]:
 
     Returns:
         ``ran`` (what runs it, in words), ``step_ms`` of each step after a warm-up, ``peak_gib`` with weights and
-        optimiser (on the CPU of counted tensors, without the weights), ``loss``, ``layers_of_model``.
+        optimizer (on the CPU of counted tensors, without the weights), ``loss``, ``layers_of_model``.
     """
     model, batch, ran = _build(arguments)
     device = batch["input_ids"].device

@@ -106,7 +106,7 @@ def build(how: Technique, ours: bool, dtype: torch.dtype = torch.float32) -> nn.
 def step(
     model: nn.Module, how: Technique, autocast: bool, lengths: tuple[int, ...] = (13, 9)
 ) -> tuple[Tensor, dict[str, Tensor | None]]:
-    """Loss and gradients of one optimiser step: one batch, or two of different lengths."""
+    """Loss and gradients of one optimizer step: one batch, or two of different lengths."""
     lengths = lengths if "accumulation" in how.rest else lengths[:1]
     total, loss = sum(length - 1 for length in lengths) * 2, torch.zeros(())
     for number, length in enumerate(lengths):

@@ -21,7 +21,7 @@ class Kill:
     """When a run dies.
 
     Attributes:
-        step: in this optimiser step, or in its checkpoint; 0 for the model saved at the end.
+        step: in this optimizer step, or in its checkpoint; 0 for the model saved at the end.
         writing: the file of the checkpoint that is half written then; None: after the backward of the step.
     """
 

@@ -16,8 +16,8 @@ class Fault(TrainerCallback):
     """Run out of memory in one phase of one step, as often as it is told.
 
     Args:
-        phase: one of :data:`PHASES`, or ``"recompute"``. In the optimiser it comes after the weights were changed.
-        step: in this optimiser step.
+        phase: one of :data:`PHASES`, or ``"recompute"``. In the optimizer it comes after the weights were changed.
+        step: in this optimizer step.
         micro: from this micro-batch of it on.
         times: so often in all.
         flag: a file that is there once it has happened; for runs that start again in a new process.

@@ -187,7 +187,7 @@ _AROUND_A_MODE = ("torch._dynamo.", "torch._compile")
 
 
 def has_gradient_step(weight: Tensor) -> bool:
-    """Whether a hook acts on the weight's gradient once it is accumulated, such as an optimiser's step."""
+    """Whether a hook acts on the weight's gradient once it is accumulated, such as an optimizer's step."""
     return bool(getattr(weight, "_post_accumulate_grad_hooks", None))
 
 
@@ -335,7 +335,7 @@ _FAKE = _find("torch._C._TorchDispatchModeKey.FAKE")
 
 GROUPED_MM: Any = _find("torch.ops.aten._grouped_mm.default")
 FUSED_UPDATES = [_find("torch.ops.aten._fused_adamw_"), _find("torch.ops.aten._fused_sgd_")]
-"""Operators by which optimisers update all weights at once, in place."""
+"""Operators by which optimizers update all weights at once, in place."""
 
 READ_NUMBER: Any = _find("torch.ops.aten._local_scalar_dense.default")
 ALL_TRUE = "_is_all_true"
@@ -497,7 +497,7 @@ INPUT_HOOKS = "_require_grads_hooks", "_require_grads_hook"
 """Where transformers keeps the hooks by which embeddings need a gradient; it leaves them when checkpoints go off."""
 
 GRADIENT_NORM_METHODS = ("_clip_grad_norm", "_get_grad_norm")
-"""Methods of its trainer that read all gradients before the optimiser's step."""
+"""Methods of its trainer that read all gradients before the optimizer's step."""
 
 LOSS_FUNCTION = "_loss_function"
 """Where a model keeps a loss that was set; it has another if nothing is there."""

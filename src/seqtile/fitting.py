@@ -48,7 +48,7 @@ TRAINER_OPTIMIZERS = {
     "adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_bnb_8bit": "adamw-8bit", "adamw_8bit": "adamw-8bit",
     "lion_32bit": "lion", "adafactor": "adafactor", "sgd": "sgd",
 }  # fmt: skip
-"""The trainer's optimisers that a plan knows."""
+"""The trainer's optimizers that a plan knows."""
 
 
 @dataclass(frozen=True)
@@ -373,7 +373,7 @@ def planned_attention(implementation: str) -> str:
 
 
 def planned_optimizer(name: str, arguments: Any = None) -> str:
-    """A plan's name of an optimiser, which may be the trainer's.
+    """A plan's name of an optimizer, which may be the trainer's.
 
     Raises:
         UserError: no plan knows it.

@@ -93,7 +93,7 @@ def go_on(output: Path, **flags: Any) -> int:
 def test_a_run_goes_on_with_another_number_of_processes(
     before: dict[str, Any], after: dict[str, Any], folder: Path
 ) -> None:
-    """Stopped in the middle of an epoch, and on into the next: rows, losses and the optimiser's states are the same."""
+    """Stopped in the middle of an epoch, and on into the next: rows, losses and the optimizer's states are the same."""
     rows = node_fronts.rows_of_a_step(before)
     name, steps = "-".join(map(str, [*before.values(), *after.values()])), 12 // rows + 1
     output, whole = folder / f"moved-{name}", folder / f"unmoved-{name}"

@@ -19,7 +19,7 @@ from seqtile.cli import main, train_command
 from seqtile.train.recipe import build_recipe, read_recipe
 from seqtile.train.run import train
 
-FAULTS = ("1:forward:1", "0:loss:2", "1:backward:4", "0:optimiser:4")
+FAULTS = ("1:forward:1", "0:loss:2", "1:backward:4", "0:optimizer:4")
 STEPS = 4
 
 
@@ -57,7 +57,7 @@ def test_all_ranks_start_again_and_nothing_is_lost(
 def test_shards_start_again_from_step_0(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    check(folder, "fsdp2", ("1:optimiser:1",), monkeypatch, capfd)
+    check(folder, "fsdp2", ("1:optimizer:1",), monkeypatch, capfd)
 
 
 def check(folder: Path, engine: str, faults: Any, monkeypatch: Any, capfd: Any) -> None:

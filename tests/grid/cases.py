@@ -45,7 +45,7 @@ class Case:
         trained: fraction of the positions that have a label, the last ones, on each rank.
         more: further arguments of ``seqtile.apply``.
         checkpoint: ``""``, ``"non-reentrant"`` or ``"reentrant"``: activation checkpointing of the decoder layers.
-        steps: optimiser steps.
+        steps: optimizer steps.
         micro_steps: batches per step; all but the last without synchronisation where the engine has that.
         grow: tokens that each later batch has more.
         clip: bound of the gradient norm, or 0 for none.

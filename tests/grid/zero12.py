@@ -1,4 +1,4 @@
-"""DeepSpeed ZeRO-1 and 2: whole weights, the optimiser's state (and in 2 the gradients) in shards; fp32."""
+"""DeepSpeed ZeRO-1 and 2: whole weights, the optimizer's state (and in 2 the gradients) in shards; fp32."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def start() -> None:
 
 
 class Zero(Parallel):
-    """Any stage; the optimiser steps inside DeepSpeed's engine."""
+    """Any stage; the optimizer steps inside DeepSpeed's engine."""
 
     def wrap(self, rank: int) -> None:
         import deepspeed
@@ -69,10 +69,10 @@ class Zero(Parallel):
         self.check_placement()
 
     def prepare(self) -> None:
-        """Nothing: DeepSpeed's engine holds the optimiser."""
+        """Nothing: DeepSpeed's engine holds the optimizer."""
 
     def check_placement(self) -> None:
-        """The optimiser's fp32 weights are shards that make up the whole."""
+        """The optimizer's fp32 weights are shards that make up the whole."""
         numel = torch.tensor([sum(p.numel() for p in self.call.optimizer.single_partition_of_fp32_groups)])
         whole = sum(p.numel() for p in named(self.model).values())
         assert numel < whole

@@ -111,7 +111,7 @@ def unwritten(capfd: pytest.CaptureFixture[str]) -> Iterator[None]:
                 os.close(before)
 
 
-# Limits below which the optimiser (the first of these sizes), and the weights (both), cannot be written.
+# Limits below which the optimizer (the first of these sizes), and the weights (both), cannot be written.
 @pytest.mark.parametrize("size", [200_000, 50_000])
 def test_a_limit_of_file_sizes_while_saving(
     model: Path, dataset: Path, tmp_path: Path, limited: None, size: int, capfd: pytest.CaptureFixture[str]

@@ -88,7 +88,7 @@ class _Watch(TorchDispatchMode):
 
 
 def run_step(model: nn.Module, tokens: int = TOKENS) -> Step:
-    """The second step of a run, whose optimiser has its states."""
+    """The second step of a run, whose optimizer has its states."""
     step, ids = Step(), torch.randint(0, VOCABULARY, (1, tokens))
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     optimizer = torch.optim.AdamW(weights, fused=True)

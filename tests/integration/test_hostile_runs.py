@@ -104,7 +104,7 @@ def test_code_of_the_tokenizer_is_not_run(place: Path, model: Path, capsys):
         ({"output": ".."}, "output '..' contains"),
         ({"dataset": "..", "output": "../runs/x"}, "lies inside the dataset '..'"),
         ({"trainer": {"weight_decay": "much"}}, "trainer.weight_decay"),
-        ({"optimizer": "no-such-optimiser"}, "no-such-optimiser is not a valid OptimizerNames"),
+        ({"optimizer": "no-such-optimizer"}, "no-such-optimizer is not a valid OptimizerNames"),
         ({"trainer": {"lr_scheduler_type": "no-such"}}, "no-such is not a valid SchedulerType"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": ".inf"}}, "rope_scaling"),
         ({"rope_scaling": {"rope_type": "no-such", "factor": 2}}, "no-such"),

@@ -96,7 +96,7 @@ def test_a_step_is_done_again_in_place(
     assert (again["step"], again["phase"], again["how"]) == (3, told, "in place")
 
 
-def test_what_the_optimiser_has_begun_is_done_again_from_the_checkpoint(
+def test_what_the_optimizer_has_begun_is_done_again_from_the_checkpoint(
     model: Path, dataset: Path, tmp_path: Path, reference: Any, caplog: Any
 ):
     values, losses, expected = reference

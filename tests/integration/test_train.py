@@ -123,7 +123,7 @@ def test_the_model_card_says_what_was_done(model: Path, dataset: Path, tmp_path:
     assert "None" not in text and "huggingface.co" not in text
     assert card.data.base_model == (None if lora is None else str(model))  # of weights no model of the Hub is known
     assert f"train: {outcome.data['train']}" in text and f"tiling: {outcome.tiling}; {outcome.ran}" in text
-    assert "2 optimiser steps of 3 sequences of up to 64 tokens, peak learning rate 0.01, seed 0" in text
+    assert "2 optimizer steps of 3 sequences of up to 64 tokens, peak learning rate 0.01, seed 0" in text
     assert f"training loss {outcome.losses[-1][1]} at the last step" in text
     assert f"torch {torch.__version__}" in text and "seqtile" in card.data.tags
     assert (tmp_path / "out" / "checkpoint-2").is_dir()

@@ -1,4 +1,4 @@
-"""Adapters and weights of every kind: loss, gradients and one optimiser step are the untiled ones."""
+"""Adapters and weights of every kind: loss, gradients and one optimizer step are the untiled ones."""
 
 from __future__ import annotations
 

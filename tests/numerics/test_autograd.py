@@ -92,7 +92,7 @@ def test_weights_are_asked_for_at_every_tile() -> None:
 
 @pytest.mark.parametrize("kind", ["gated", "gate_up", "plain transposed"])
 def test_gradients_lie_in_memory_as_their_weights_do(kind: str) -> None:
-    """Fused optimisers and engines that flatten gradients read them in order."""
+    """Fused optimizers and engines that flatten gradients read them in order."""
     model = make(kind)
     Fused(model, TILE)(random(2, 5, HIDDEN)).sum().backward()
     assert all(weight.grad.is_contiguous() for weight in model.parameters())

@@ -207,17 +207,17 @@ def test_each_parameter_receives_one_gradient(architecture: str, path: str) -> N
     assert counts and set(counts.values()) == {1}
 
 
-def test_an_optimiser_that_steps_inside_backward_gives_the_untiled_weights() -> None:
+def test_an_optimizer_that_steps_inside_backward_gives_the_untiled_weights() -> None:
     def trained(tile: int | None) -> dict[str, torch.Tensor]:
         model, ids = causal_lm("llama", torch.float64), tokens()
         if tile:
             seqtile.apply(model, tile=tile)
         for p in model.parameters():
-            optimiser = torch.optim.SGD([p], lr=0.5)
+            optimizer = torch.optim.SGD([p], lr=0.5)
 
-            def step(_: torch.Tensor, optimiser: torch.optim.SGD = optimiser) -> None:
-                optimiser.step()
-                optimiser.zero_grad()
+            def step(_: torch.Tensor, optimizer: torch.optim.SGD = optimizer) -> None:
+                optimizer.step()
+                optimizer.zero_grad()
 
             p.register_post_accumulate_grad_hook(step)
         for _ in range(3):

@@ -953,7 +953,7 @@ def test_ddp_holds_gradients_twice(planner: Planner) -> None:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_states_in_formulas_are_those_of_the_optimiser(name: str) -> None:
+def test_states_in_formulas_are_those_of_the_optimizer(name: str) -> None:
     weight = torch.nn.Parameter(torch.zeros(512, 1024))
     optimizer = make_optimizer(name, [weight])
     weight.grad = torch.zeros_like(weight)

@@ -1,7 +1,7 @@
 """Check that a recompute reads the weights that its forward read.
 
 Looked up again at every tile, a weight may be another one by then: ``torch.func.functional_call`` puts its tensors in
-for the length of the forward, a parameter is replaced, an optimiser steps too early. PyTorch's checkpoint recomputes
+for the length of the forward, a parameter is replaced, an optimizer steps too early. PyTorch's checkpoint recomputes
 with whatever it finds, and the gradients are wrong without a word. Untiled autograd saves its operands and compares
 versions.
 

@@ -213,7 +213,7 @@ def real_step(config: Any, setup: Setup, tokens: int) -> StepRun:
 
 
 def tracked_step(built: Built, setup: Setup, tokens: int, live: Tracker) -> StepRun:
-    """One step in the middle of a training run, followed by ``live``: the optimiser has its states already.
+    """One step in the middle of a training run, followed by ``live``: the optimizer has its states already.
 
     Of several batches that are accumulated only the last one runs, which holds the most.
     """
@@ -271,7 +271,7 @@ def tracked_step(built: Built, setup: Setup, tokens: int, live: Tracker) -> Step
 
 
 def prepare_optimizer(optimizer: Any, weights: Sequence[Tensor]) -> None:
-    """Make the optimiser's states, as its first step does."""
+    """Make the optimizer's states, as its first step does."""
     for weight in weights:
         weight.grad = torch.zeros_like(weight)
     optimizer.step()

@@ -42,7 +42,7 @@ class Work:
         """Time of the step on ``ranks`` devices that share the sequence, each as much slower as ``tflops`` are fewer.
 
         Within 10 % of the steps that were measured on an H100, of 4 layers at 32,768 tokens and of 32 at 131,072.
-        Communication, copies to the host and the optimiser are not in it.
+        Communication, copies to the host and the optimizer are not in it.
         """
         computed = self.products / PRODUCTS_TFLOPS + self.attention / ATTENTION_TFLOPS
         return (computed / 1e12 + self.copied / COPIED_PER_SECOND) * PEAK_TFLOPS / tflops / ranks

@@ -38,7 +38,7 @@ class MeasuredSide:
     Attributes:
         name: ``"tiled"`` or ``"untiled"``.
         standing: bytes of weights and optimizer states, there before the step.
-        peaks: bytes at the peak of forward, loss, backward and optimiser, standing ones included.
+        peaks: bytes at the peak of forward, loss, backward and optimizer, standing ones included.
         planned: the same as the plan has them.
         peak_at: the part of the step where the plan has its peak.
         terms: bytes there by what they are for, as (measured, planned).

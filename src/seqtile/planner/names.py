@@ -21,7 +21,7 @@ GENERATORS = ("server", "model", "colocate", "sleep")
 """Completions come from elsewhere, from the trained model itself, or from vLLM on the device, awake or asleep."""
 
 STATE_BYTES = {"adamw": 8.0, "adamw-8bit": 2 + 8 / 256, "lion": 4.0, "adafactor": 0.0, "sgd": 0.0, "sgd-momentum": 4.0}
-"""The optimisers, each with its bytes of state per element of an fp32 master weight."""
+"""The optimizers, each with its bytes of state per element of an fp32 master weight."""
 
 
 def split_offload(words: str, engine: str) -> tuple[bool | str, tuple[str, ...]]:

@@ -206,7 +206,7 @@ def _shard(request: Request, counts: Counts, device_terms: dict[str, float], pha
         reduction = size * counts.layer if request.lora is None else 4.0 * trained / max(1, counts.layers)
         device_terms[BUFFERS] = gathered + (reduction if backward and phase.part != HEAD else 0.0) + size * unreduced
         return
-    # DeepSpeed's fp32 weights are copies, of whatever type the others are, and go to the host with the optimiser.
+    # DeepSpeed's fp32 weights are copies, of whatever type the others are, and go to the host with the optimizer.
     master = 0.0 if "optimizer" in moved else 4.0 * trained / ranks
     whole = request.engine == "zero2"
     copies = size * counts.weights / (1 if whole else ranks)

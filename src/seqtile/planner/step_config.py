@@ -148,7 +148,7 @@ class Setup:
 
 
 class _StatesOnly(torch.optim.Optimizer):
-    """An optimiser of somebody else's, as far as memory goes: its states, updated by one kernel."""
+    """An optimizer of somebody else's, as far as memory goes: its states, updated by one kernel."""
 
     def __init__(self, parameters: Iterable[Tensor], states: Callable[[Tensor], list[Tensor]]) -> None:
         super().__init__(parameters, {})
@@ -185,11 +185,11 @@ OPTIMIZERS: dict[str, Callable[[Sequence[Tensor]], Optimizer]] = {
     "sgd": lambda weights: torch.optim.SGD(weights, lr=1e-5, fused=True),
     "sgd-momentum": lambda weights: torch.optim.SGD(weights, lr=1e-5, momentum=0.9, fused=True),
 }
-"""Each optimiser that can be planned; ``adamw`` is PyTorch's fused one, which the trainer uses."""
+"""Each optimizer that can be planned; ``adamw`` is PyTorch's fused one, which the trainer uses."""
 
 
 def make_optimizer(name: str, weights: Sequence[Tensor]) -> Optimizer:
-    """The optimiser called ``name``.
+    """The optimizer called ``name``.
 
     Raises:
         UserError: not in the list.

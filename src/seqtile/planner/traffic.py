@@ -9,7 +9,7 @@ from seqtile.planner.request import Request
 
 
 def bytes_between_nodes(request: Request, counts: Counts, tokens: int) -> dict[str, float]:
-    """Bytes that leave one node in an optimiser step of ``tokens`` tokens a row, by what they are; none on one node.
+    """Bytes that leave one node in an optimizer step of ``tokens`` tokens a row, by what they are; none on one node.
 
     Ranks are numbered node by node. Weights and gradients go round a ring of all ranks, of which one link leaves each
     node: an all-gather or reduce-scatter of ``W`` bytes puts ``(P - 1) / P * W`` on it. Of sequences that ranks share:

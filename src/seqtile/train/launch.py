@@ -25,6 +25,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+import psutil  # type: ignore[import-untyped]  # here, not in _send: a second signal may interrupt a handler's import
+
 from seqtile._errors import RunError, UserError
 from seqtile.devices import cpu_cores
 from seqtile.engines.build_locks import check_build_locks
@@ -342,8 +344,6 @@ def _first_failure(failures: Mapping[int, ProcessFailure], asked: int | None, ou
 
 def _send(folder: Path, number: int) -> bool:
     """Send a signal to every worker of ``folder`` that this process has started; SIGKILL to their own children too."""
-    import psutil  # type: ignore[import-untyped]
-
     running = False
     for child in psutil.Process().children():
         try:

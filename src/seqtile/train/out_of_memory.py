@@ -47,7 +47,7 @@ class Place:
     Attributes:
         phase: ``"forward"``, ``"loss"``, ``"backward"`` or ``"optimizer"``; ``""`` outside of a step.
         block: qualified name of the innermost module that is known, or ``""``.
-        step: the optimiser step that was to be done, from 1.
+        step: the optimizer step that was to be done, from 1.
         asked: bytes that could not be had; 0 where the error does not say.
         tokens: tokens of the micro-batch on this rank; 0 outside of one.
         tile: tokens of the largest tile that it was cut into; None if it ran untiled.

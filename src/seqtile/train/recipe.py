@@ -120,7 +120,7 @@ OPTIMIZER_ARGUMENTS: dict[str, dict[str, str]] = {
     "adamw": {"optim": "adamw_torch_fused"}, "adamw-8bit": {"optim": "adamw_bnb_8bit"}, "lion": {"optim": "lion_32bit"},
     "sgd-momentum": {"optim": "sgd", "optim_args": "momentum=0.9"},
 }  # fmt: skip
-"""The trainer's arguments for optimisers that a plan calls otherwise."""
+"""The trainer's arguments for optimizers that a plan calls otherwise."""
 
 FOUR_BIT = {
     "load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True,
@@ -379,7 +379,7 @@ class Recipe(CheckedModel):
 
     @property
     def rows_of_a_step(self) -> int:
-        """Rows that one optimiser step takes, of all processes and micro-batches."""
+        """Rows that one optimizer step takes, of all processes and micro-batches."""
         return (self.nproc or 1) // self.split * self.batch_size * self.gradient_accumulation
 
     @property
@@ -397,7 +397,7 @@ class Recipe(CheckedModel):
 
     @property
     def optimizer_arguments(self) -> dict[str, str]:
-        """The trainer's arguments for the optimiser."""
+        """The trainer's arguments for the optimizer."""
         return OPTIMIZER_ARGUMENTS.get(self.optimizer, {"optim": self.optimizer})
 
     @property

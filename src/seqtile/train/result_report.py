@@ -38,7 +38,7 @@ class Outcome:
         output: directory of the saved model, or of the checkpoint if the run was stopped.
         tiling: the report of what was tiled; None for an untiled run.
         losses: ``(step, loss)`` of every logged step, those before a resume included.
-        step: optimiser steps done.
+        step: optimizer steps done.
         step_seconds: median seconds of a step, the first one left out; None below two steps.
         peak_bytes: most bytes the accelerator's allocator held; None without an accelerator.
         stopped_by: the signal that ended the run early, or None.
@@ -107,7 +107,7 @@ def numbers(outcome: Outcome) -> dict[str, Any]:
 
 
 def plot_loss(losses: Sequence[tuple[int, float]], path: Path) -> None:
-    """Training loss over optimiser steps."""
+    """Training loss over optimizer steps."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6.4, 3.6), layout="constrained")

@@ -1,7 +1,7 @@
 """After an out-of-memory: describe it, or continue with settings that use less.
 
-In one process a step is done again where it stands, if it had not reached the optimiser: its gradients are dropped, the
-random numbers are put back, and all its micro-batches run again. What the optimiser had begun cannot be taken back, and
+In one process a step is done again where it stands, if it had not reached the optimizer: its gradients are dropped, the
+random numbers are put back, and all its micro-batches run again. What the optimizer had begun cannot be taken back, and
 ranks that wait for the failed one cannot be asked: then the run goes on from its last checkpoint, which may be the one
 of step 0.
 """
@@ -108,11 +108,11 @@ class StepWatch:
         return self.recipe.on_oom == "retry" and self.recipe.engine == "single" and not in_backward
 
     def run(self, call: Any, first: bool, step: Callable[[Any], torch.Tensor]) -> list[torch.Tensor]:
-        """``[step(call)]``; or, with this optimiser step done again in smaller tiles, all its micro-batches' losses.
+        """``[step(call)]``; or, with this optimizer step done again in smaller tiles, all its micro-batches' losses.
 
         Args:
             call: one micro-batch.
-            first: whether it begins an optimiser step.
+            first: whether it begins an optimizer step.
             step: forward and backward of a micro-batch.
         """
         if first:

@@ -74,7 +74,7 @@ class CheckpointMark:
     """The contents of a complete checkpoint.
 
     Attributes:
-        step: optimiser steps done.
+        step: optimizer steps done.
         processes: how many ranks wrote it.
         run: what the run depended on that its recipe does not show; see ``seqtile.train.resume``.
         files: size and XXH3 digest, of 128 bits, of every file, by its path inside the checkpoint. It tells damage, and

@@ -272,7 +272,7 @@ class Trainer(SFTTrainer, _SplitLoss):
     def begin(self) -> None:
         """Before the first step: with retries a checkpoint to go on from.
 
-        To save or load shards, PyTorch makes an optimiser's states by a step of zeros, which it counts: before the
+        To save or load shards, PyTorch makes an optimizer's states by a step of zeros, which it counts: before the
         first step there are none.
         """
         save = self.step is not None and self.step.recipe.on_oom == "retry" and not self.loaded

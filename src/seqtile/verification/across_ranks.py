@@ -71,7 +71,7 @@ class Fsdp2(Engine):
 
 
 class Zero(Engine):
-    """DeepSpeed, which steps its own optimiser."""
+    """DeepSpeed, which steps its own optimizer."""
 
     stage = 2
 
