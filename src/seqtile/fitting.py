@@ -413,5 +413,5 @@ def planned_options(options: TilingOptions) -> TilingOptions:
     loss_tile = options.loss_tile if options.loss_tile != DEFAULTS["loss_tile"] else PLANNED.loss_tile
     return replace(
         options, loss="tiled", loss_tile=loss_tile, checkpoint=options.checkpoint or PLANNED.checkpoint,
-        offload=options.unbounded_offload, keep=0.0 if options.keep == "auto" else options.keep,
+        keep=0.0 if options.keep == "auto" else options.keep,
     )  # fmt: skip

@@ -191,9 +191,11 @@ class TilingOptions:
         return self._offload[1]
 
     @property
-    def unbounded_offload(self) -> bool | str:
-        """``offload`` without a size: a plan takes it from the host's memory."""
-        return offload_of(bool(self.offload_room), self.weights_on_host)
+    def checkpoints_on_host(self) -> bool | str:
+        """``offload`` of checkpoints alone: False, True or the size that bounds them, as written."""
+        if isinstance(self.offload, bool) or self.offload_room in (True, False):
+            return bool(self.offload_room)
+        return next(word.strip() for word in self.offload.split("+") if word.strip() != "weights")
 
     @cached_property
     def _offload(self) -> tuple[bool | int, bool]:

@@ -132,7 +132,7 @@ BAD = [
     (["--max-length", "1"], "at least 2"),
     (["--engine", "zero9"], "expected one of single"),
     (["--optimizer", "adam"], "expected one of adamw"),
-    (["--offload", "brains"], "expected some of checkpoints"),
+    (["--offload", "brains"], "expected checkpoints (or a size for them"),
     (["--checkpoint", "some"], "expected one of auto, layer"),
     (["--tile", "many"], "not a tile rule"),
     (["--keep", "2"], "outside 0.0 to 1.0"),
@@ -497,6 +497,19 @@ def test_what_the_host_has_no_room_for_stays_on_the_device(planner: Planner) -> 
     # whole layers are moved, and no bound is called for less than a MiB
     most = other(planner, offload=True, host_memory=round(process + 0.7 * held))
     assert most.estimate(16384).moved == 0.5
+
+
+def test_a_size_bounds_the_checkpoints_of_a_plan_as_a_full_host_does(planner: Planner) -> None:
+    held = 4 * 16384 * 256 * 4  # layers, tokens, hidden, fp32 weights under autocast
+    process = CONSTANTS["host process"].high
+    full = other(planner, offload=True, host_memory=round(process + held / 2))
+    for host_memory in (None, 2**40):
+        bounded = other(planner, offload=f"{held // 2 // 2**20}MiB", host_memory=host_memory)
+        assert bounded.estimate(16384).moved == 0.5
+        assert bounded.estimate(16384).device == full.estimate(16384).device
+        assert recipe(bounded, 16384)["offload"] == f"{held // 2 // 2**20}MiB"
+    roomy = other(planner, offload="1GiB")
+    assert roomy.estimate(16384).moved == 1.0 and recipe(roomy, 16384)["offload"] == "1GiB"
 
 
 @pytest.mark.parametrize("qlora", [False, True])

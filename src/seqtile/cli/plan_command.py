@@ -53,7 +53,9 @@ def command(
     dtype: str = typer.Option(
         "mixed", help="mixed (fp32 weights, bf16 products), bfloat16 or float32.", metavar="NAME"
     ),
-    offload: str = typer.Option("", help="To the host: checkpoints, optimizer, weights.", metavar="WHAT,.."),
+    offload: str = typer.Option(
+        "", help="To the host: checkpoints (or 64GB of them), optimizer, weights.", metavar="WHAT,.."
+    ),
     host_memory: str = typer.Option(None, help="Host memory per node, such as 1TiB.", metavar="SIZE"),
     attention: str = typer.Option("flash", help="flash, flash3, sdpa or eager.", metavar="NAME"),
     scans: str = typer.Option(

@@ -221,25 +221,14 @@ def command(
 
 def offload_keys(text: str, engine: str | None = None) -> dict[str, Any]:
     """The recipe's keys for ``--offload``: checkpoints, a size that bounds them, weights, the engine's parts."""
-    from seqtile.options import offload_of
     from seqtile.planner.names import split_offload
-    from seqtile.tiling import parse_bytes
 
     if text.strip().lower() == "false":
         return {"offload": False}
-    on_host, names = split_offload(text, engine or "single")
-    sizes = [name for name in names if parse_bytes(name) and name[-1].isalpha()]
-    engine_offload = [name for name in names if name not in sizes]
-    weights, checkpoints = "weights" in str(on_host), on_host not in (False, "weights")
-    if len(sizes) > 1 or (sizes and checkpoints) or not {*engine_offload} <= {"optimizer", "weights"}:
-        raise UserError(
-            f"got --offload {text!r}, expected checkpoints (or a size for them, such as 64GB), weights and "
-            "optimizer, joined by commas"
-        )
-    offload = offload_of(sizes[0] if sizes else checkpoints, weights)
+    offload, engine_offload = split_offload(text, engine or "single")
     return {
         **({"offload": offload} if offload else {}),
-        **({"engine_offload": engine_offload} if engine_offload else {}),
+        **({"engine_offload": list(engine_offload)} if engine_offload else {}),
     }
 
 

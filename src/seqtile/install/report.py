@@ -66,7 +66,7 @@ class Block:
 
 @dataclass(frozen=True, repr=False)
 class Report(PrintsAsSentence):
-    """Result of :func:`seqtile.apply`; ``str(report)`` is one line.
+    """Result of :func:`seqtile.apply`; ``str(report)`` is one line, and one for each reason of ``fit``.
 
     Attributes:
         blocks: what was tiled, in module order.
@@ -183,11 +183,11 @@ class Report(PrintsAsSentence):
             first, others = self.left[0], len(self.left) - 1
             done = [f"tiled nothing: {first.name} ({first.class_name}): {first.why}"]
             done += [f"{others} more in report.left"] if others else []
-        notes = [*self.notes, *self.why[:1]]
         if not self.blocks:
-            return "; ".join([*done, *notes])
+            return "\n".join(["; ".join([*done, *self.notes]), *self.why])
         custom = [f"{module.name} ({module.class_name})" for module in self.left if module.custom]
         if custom:
             further = f" and {len(custom) - 1} more" if custom[1:] else ""
             done.append(f"custom code left untiled: {custom[0]}{further}, see report.left")
-        return "; ".join([f"tiled {self.tiled} of {self.found} {what} ({names}), {tiles}, {paths}", *done, *notes])
+        tiled = f"tiled {self.tiled} of {self.found} {what} ({names}), {tiles}, {paths}"
+        return "\n".join(["; ".join([tiled, *done, *self.notes]), *self.why])

@@ -106,7 +106,7 @@ class TilingCallback(TrainerCallback):
         self._refuse_what_is_lost(model, expected or self.report)
         _check_trainer(trainer, model, self._options)
         self._references = [] if self._by_hand or trainer is None else self._tile_reference(trainer)
-        logger.info("%s", "; ".join([str(self.report), *self._references]))
+        logger.info("%s", "; ".join([*str(self.report).splitlines(), *self._references]))
         _collect(args.device)
         self._at_start, self._collects_again = True, False
         self._peaks = _Peaks(args.device) if args.skip_memory_metrics else None
@@ -137,7 +137,7 @@ class TilingCallback(TrainerCallback):
             self._news.update(self._peaks.take())
         if logs is not None and state.log_history:
             if self._references is not None:  # now, so that the report has the first steps' effects
-                self._news["seqtile"] = "; ".join([str(self.report), *self._references])
+                self._news["seqtile"] = "; ".join([*str(self.report).splitlines(), *self._references])
                 self._references = None
             logs.update(self._news)
             state.log_history[-1].update(self._news)

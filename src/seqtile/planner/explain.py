@@ -211,9 +211,11 @@ def recipe_lacks(request: Request) -> list[str]:
 def planned_offload(planner: Planner, estimate: Estimate) -> bool | str:
     """The recipe's ``offload``: of checkpoints all, what the host has room for, or none; and weights."""
     room, options = planner.host_room(), planner.request.options
-    checkpoints: bool | str = bool(options.offload_room)
-    if checkpoints and room is not None and estimate.moved < 1.0:
-        checkpoints = f"{max(1, int(room // 2**20))}MiB" if estimate.moved else False
+    checkpoints = options.checkpoints_on_host
+    if not estimate.moved:
+        checkpoints = False
+    elif estimate.moved < 1.0 and room is not None and room != options.offload_room:
+        checkpoints = f"{max(1, int(room // 2**20))}MiB"
     return offload_of(checkpoints, options.weights_on_host)
 
 

@@ -273,12 +273,14 @@ class Planner:
         return _Step(peaks, kept, moved)
 
     def host_room(self) -> float | None:
-        """Bytes of host memory that one rank's checkpoints may take; None where the host's memory was not given."""
-        if self.request.host_memory is None:
-            return None
-        others = sum(on_host(self.request, self.counts, {}).values())
-        each = (self.request.host_memory - others) / self.request.per_node - CONSTANTS["host process"].high
-        return max(0.0, each)
+        """Bytes of host memory that one rank's checkpoints may take; None where nothing bounds them."""
+        given = self.request.options.offload_room
+        bounds = [] if isinstance(given, bool) else [float(given)]
+        if self.request.host_memory is not None:
+            others = sum(on_host(self.request, self.counts, {}).values())
+            each = (self.request.host_memory - others) / self.request.per_node - CONSTANTS["host process"].high
+            bounds.append(max(0.0, each))
+        return min(bounds, default=None)
 
     def _moved(self, kept: Mapping[str, float]) -> float:
         """Share of what checkpoints keep that waits on the host: all of it, or what the host has room for."""
@@ -491,7 +493,7 @@ def choose_attention_saved(planner: Planner, tokens: int, without: Estimate | No
     if over <= 0:  # worth fake runs
         saving = Planner(kept, like=planner)
         estimate = saving.estimate(tokens)
-        crowded = estimate.moved < 1 and extra == 0  # the host is too small for all of it
+        crowded = estimate.moved < 1 and extra == 0  # the host or a given size is too small for all of it
         if crowded or (extra and request.pictures is not None):  # of pictures the vision tower's outputs are kept too
             extra = max(extra, estimate.device.expected - planner.estimate(tokens).device.expected)
             added = f"{benefit} {extra / 2**30:,.2f} GiB" + (" on the device, since the host is full" * crowded)

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from seqtile._errors import UserError
 from seqtile.options import offload_of
 from seqtile.rules import SHARDED, Combination, check_combination
+from seqtile.tiling import parse_bytes
 
 ENGINES = ("single", "ddp", "fsdp2", "zero2", "zero3")
 DEEPSPEED = ("zero2", "zero3")
@@ -28,12 +29,23 @@ def split_offload(words: str, engine: str) -> tuple[bool | str, tuple[str, ...]]
     """``--offload``: the option ``offload``, and what the engine keeps on the host.
 
     Weights are the engine's where it shards them; else they are frozen ones of decoder layers.
+
+    Raises:
+        UserError: another name, or two bounds.
     """
     names = [word.strip() for word in words.replace("+", ",").split(",") if word.strip()]
+    sizes = [name for name in names if name[-1].isalpha() and parse_bytes(name)]
     checkpoints = [name for name in names if name in (CHECKPOINT_OFFLOAD, "true")]
-    weights = [name for name in names if name == "weights" and engine not in SHARDED]
-    others = tuple(name for name in names if name not in (*checkpoints, *weights))
-    return offload_of(bool(checkpoints), bool(weights)), others
+    engine_offload = tuple(name for name in names if name not in (*checkpoints, *sizes))
+    if len(sizes) + bool(checkpoints) > 1 or not {*engine_offload} <= {*ENGINE_OFFLOADS}:
+        raise UserError(
+            f"got --offload {words!r}, expected checkpoints (or a size for them, such as 64GB), weights and optimizer, "
+            "joined by commas"
+        )
+    weights = "weights" in engine_offload and engine not in SHARDED
+    if weights:
+        engine_offload = tuple(name for name in engine_offload if name != "weights")
+    return offload_of(sizes[0] if sizes else bool(checkpoints), weights), engine_offload
 
 
 def check_names(
@@ -52,17 +64,12 @@ def check_names(
     ):  # fmt: skip
         if value not in names_known:
             raise UserError(f"got {name} {value!r}, expected one of {', '.join(names_known)}")
-    engine_offload = tuple(engine_offload)
-    for name in engine_offload:
-        if name not in ENGINE_OFFLOADS:
-            names_known = (CHECKPOINT_OFFLOAD, *ENGINE_OFFLOADS)
-            raise UserError(f"got offload {name!r}, expected some of {', '.join(names_known)}")
     numbers = (("gpus", gpus), ("sp-size", sp_size), ("batch size", batch), ("gradient-accumulation", accumulation),
                ("nodes", nodes), ("cp-size", cp_size))  # fmt: skip
     for name, number in numbers:
         if number < 1:
             raise UserError(f"got {name} {number}, expected at least 1")
     check_combination(Combination(
-        engine=engine, processes=gpus, nodes=nodes, sp_size=sp_size, cp_size=cp_size, engine_offload=engine_offload,
-        attention=attention, max_length=max_length,
+        engine=engine, processes=gpus, nodes=nodes, sp_size=sp_size, cp_size=cp_size,
+        engine_offload=tuple(engine_offload), attention=attention, max_length=max_length,
     ))  # fmt: skip

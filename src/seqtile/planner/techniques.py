@@ -39,7 +39,7 @@ class Technique:
         if "engine_offload" in changes:
             changes["engine_offload"] = tuple(dict.fromkeys([*request.engine_offload, *changes["engine_offload"]]))
         if "offload" in changes:
-            checkpoints = changes["offload"] is True or bool(request.options.offload_room)
+            checkpoints = request.options.checkpoints_on_host or changes["offload"] is True
             weights = changes["offload"] == "weights" or request.options.weights_on_host
             changes["offload"] = offload_of(checkpoints, weights)
         return changed(request, **changes)
@@ -49,7 +49,9 @@ class Technique:
         if not {"offload", "engine_offload"} & self.changes.keys():
             return self.flags
         on = self.on(request)
-        words = [CHECKPOINT_OFFLOAD] * bool(on.options.offload_room) + ["weights"] * on.options.weights_on_host
+        checkpoints = on.options.checkpoints_on_host
+        words = [CHECKPOINT_OFFLOAD if checkpoints is True else checkpoints] if checkpoints else []
+        words += ["weights"] * on.options.weights_on_host
         return f"--offload {','.join([*words, *on.engine_offload])}"
 
 

@@ -143,7 +143,7 @@ def settings_of(recipe: Recipe, tile: int | None = None) -> TilingOptions:
     trained = "layer" if recipe.recomputes else None
     return replace(
         options, loss="tiled", loss_tile=recipe.loss_tile or TRL_LOSS_TILE, checkpoint=options.checkpoint or trained,
-        offload=options.unbounded_offload, keep=0.0 if options.keep == "auto" else options.keep,
+        keep=0.0 if options.keep == "auto" else options.keep,
     )  # fmt: skip
 
 
@@ -154,7 +154,7 @@ def updates_of(settings: TilingOptions, recipe: Recipe) -> dict[str, Any]:
     if recipe.tiled_mlp:
         updates["tile"] = settings.tile if settings.tile != "auto" else recipe.options.tile
         updates |= {"keep": settings.keep, "blocks": settings.blocks}
-    if settings.unbounded_offload != recipe.options.unbounded_offload:
+    if settings.offload != recipe.options.offload:
         updates["offload"] = settings.offload
     return updates
 
