@@ -85,8 +85,9 @@ def fit(
         model: a causal language model of transformers. Parameters that require a gradient train; rank and layers of
             LoRA adapters are read from its modules.
         max_length: tokens of the longest sequence, over all ranks that share it.
-        device: to plan for: ``"h100"``, a size such as ``"80GiB"``, or a torch device. None is the parameters' device;
-            for a model on the CPU the accelerator, if there is one, else the host.
+        device: to plan for: ``"h100"``, a size such as ``"80GiB"`` (of the accelerator here, or else of the host), or a
+            torch device. None is the parameters' device; for a model on the CPU the accelerator, if there is one, else
+            the host.
         optimizer: ``"adamw"``, ``"adamw-8bit"``, ``"lion"``, ``"sgd"``, ``"sgd-momentum"``, ``"adafactor"``, or a
             name of Transformers' (``optim=``).
         engine: ``"single"``, ``"ddp"``, ``"fsdp2"``, ``"zero2"`` or ``"zero3"``; None is ``"ddp"`` where ``WORLD_SIZE``

@@ -46,6 +46,7 @@ def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 DROPPING = {"lora": {"r": 2, "dropout": 0.3}}
+ON_HOST = {**DROPPING, "offload": "checkpoints+weights"}
 CONSTANT = {"lr_scheduler_type": "constant"}
 
 
@@ -63,10 +64,15 @@ def weights(output: Path) -> dict[str, torch.Tensor]:
     return load_file(next(output.glob("*model.safetensors")))
 
 
-@pytest.fixture(scope="module", params=[{}, DROPPING], ids=["full", "lora with dropout"])
+@pytest.fixture(
+    scope="module", params=[{}, DROPPING, ON_HOST], ids=["full", "lora with dropout", "weights on the host"]
+)
 def reference(request: Any, model: Path, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A run that nothing happened to, whose tiles are smaller from step :data:`FAILED` on: saved and resumed there."""
-    output, values = tmp_path_factory.mktemp("reference") / "out", {**request.param, "report": False}
+    """A run that nothing happened to, whose tiles are smaller from step :data:`FAILED` on: saved and resumed there.
+
+    All its weights are on the device.
+    """
+    output, values = tmp_path_factory.mktemp("reference") / "out", {**request.param, "offload": False, "report": False}
     run(model, dataset, output, steps=FAILED - 1, trainer=CONSTANT, **values)
     values |= {"tile": 8, "loss_tile": 8, "trainer": CONSTANT}
     return request.param, run(model, dataset, output, resume=True, **values).losses, weights(output)
@@ -91,7 +97,8 @@ def test_a_step_is_done_again_in_place(
     log = json.loads((tmp_path / "out" / "checkpoint-4" / "trainer_state.json").read_text())["log_history"]
     assert [row["num_tokens"] for row in log] == [128.0 * step for step in range(1, STEPS + 1)]
     saved = read_recipe(tmp_path / "out" / "recipe.yaml")
-    assert (saved["tile"], saved["loss_tile"]) == (8, 8)
+    assert (saved["tile"], saved["loss_tile"], saved.get("offload", False)) == (8, 8, values.get("offload", False))
+    assert ("; weights of 2 layers on the host" in caplog.text) == ("offload" in values)
     (again,) = json.loads((tmp_path / "out" / "report" / "report.json").read_text())["retries"]
     assert (again["step"], again["phase"], again["how"]) == (3, told, "in place")
 
