@@ -1,7 +1,7 @@
 """Choose the settings that a length needs on a device, by the plan, for a live model or for a recipe.
 
-:func:`fit` is for a model at hand. ``seqtile train --fit`` describes its recipe as a plan's question and chooses by the
-same :func:`choose`.
+:func:`fit` is for a model in memory. ``seqtile train --fit`` describes its recipe as a plan's question and chooses by
+the same :func:`choose`.
 """
 
 from __future__ import annotations
