@@ -11,52 +11,22 @@ exchange the state of Gated DeltaNet with flash-linear-attention's kernels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from seqtile._compat import supports_sdpa
 from seqtile._errors import UserError
-from seqtile.devices import package_version
 
 if TYPE_CHECKING:
     from torch import nn
 
 _ACCELERATE = "https://github.com/huggingface/accelerate/pull/4177"
 _DEEPSPEED = "https://github.com/deepspeedai/DeepSpeed/pull/8114"
+_THREADS = {"Gated DeltaNet": _DEEPSPEED, "KDA": _DEEPSPEED}
+"""The upstream thread by kind of state; accelerate's for all others."""
 
 
-@dataclass(frozen=True)
-class Support:
-    """Support of one kind of state under sequence parallelism.
-
-    Attributes:
-        thread: the upstream issue about it.
-        since: the first version, by library, that exchanges the state between ranks; empty while none does.
-    """
-
-    thread: str
-    since: Mapping[str, str] = field(default_factory=dict)
-
-
-SUPPORT: dict[str, Support] = {
-    "Gated DeltaNet": Support(_DEEPSPEED),
-    "KDA": Support(_DEEPSPEED),
-    "Mamba-2": Support(_ACCELERATE),
-    "Mamba": Support(_ACCELERATE),
-    "short convolution": Support(_ACCELERATE),
-    "lightning attention": Support(_ACCELERATE),
-    "RG-LRU": Support(_ACCELERATE),
-    "RWKV": Support(_ACCELERATE),
-    "mLSTM": Support(_ACCELERATE),
-}
-"""By kind of state, none but these; as of accelerate 1.15 and DeepSpeed 0.19.8 (2026-11-22)."""
-
-
-def refuse_split_states(
-    model: str, states: Mapping[str, Sequence[str]], ranks: int, setting: str = "sp_size",
-    installed: Callable[[str], str | None] | None = None,
-) -> None:  # fmt: skip
+def refuse_split_states(model: str, states: Mapping[str, Sequence[str]], ranks: int, setting: str = "sp_size") -> None:
     """Refuse to split sequences over ranks for a model with layers that carry a state along them.
 
     Args:
@@ -64,26 +34,19 @@ def refuse_split_states(
         states: names of its layers with a state, by kind of state.
         ranks: ranks that share one sequence.
         setting: what set that number.
-        installed: the version of an installed library, None where it is not.
 
     Raises:
-        UserError: a kind of state that no installed library exchanges between ranks.
+        UserError: the model has such a layer; as of accelerate 1.15 and DeepSpeed 0.19.8 (2026-11-22) no library
+            exchanges the state between ranks.
     """
-    if ranks <= 1:
+    if ranks <= 1 or not states:
         return
-    for state, layers in states.items():
-        support = SUPPORT.get(state, Support(_ACCELERATE))
-        if any(_reached((installed or package_version)(name), least) for name, least in support.since.items()):
-            continue
-        first = f"{layers[0]}{f' and {len(layers) - 1} more' if len(layers) > 1 else ''}"
-        needs = " or ".join(f"{name} {least}" for name, least in support.since.items())
-        raise UserError(
-            (
-                f"{setting} {ranks} would train {model} with wrong gradients: {first} carries a state along the "
-                f"sequence ({state}), which every rank would start from zero ({support.thread}); use {setting} 1"
-            )
-            + (f", or install {needs}" if needs else "")
-        )
+    state, layers = next(iter(states.items()))
+    first = f"{layers[0]}{f' and {len(layers) - 1} more' if len(layers) > 1 else ''}"
+    raise UserError(
+        f"{setting} {ranks} would train {model} with wrong gradients: {first} carries a state along the sequence "
+        f"({state}), which every rank would start from zero ({_THREADS.get(state, _ACCELERATE)}); use {setting} 1"
+    )
 
 
 def why_no_ring(model: nn.Module) -> str:
@@ -108,9 +71,3 @@ def why_no_ring(model: nn.Module) -> str:
     if not any(name.endswith("self_attn") for name, _ in model.named_modules()):
         return "ring attention sets the masks of modules named self_attn, and it has none"
     return ""
-
-
-def _reached(got: str | None, least: str) -> bool:
-    from packaging.version import Version
-
-    return got is not None and Version(got) >= Version(least)
