@@ -10,8 +10,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch import Tensor
 
 from seqtile._compat import OpOverload, schema_of, storage_key, sums_gradients_in_place
 from seqtile.counting.watch import Watch, name_of, tensors_in
@@ -58,7 +57,6 @@ class LiveTensor:
     shape: tuple[int, ...]
     dtype: torch.dtype
     phase: Any
-    module: str
 
 
 @dataclass(slots=True)
@@ -70,11 +68,10 @@ class _Storage:
     shape: torch.Size
     dtype: torch.dtype
     phase: Any
-    module: str
     counted: bool
 
     def described(self) -> LiveTensor:
-        return LiveTensor(self.nbytes, tuple(self.shape), self.dtype, self.phase, self.module)
+        return LiveTensor(self.nbytes, tuple(self.shape), self.dtype, self.phase)
 
 
 class LiveBytes:
@@ -101,8 +98,6 @@ class LiveBytes:
         self._left: tuple[int, Hashable] | None = None  # where the last operator left things: bytes, phase
         self._phases: dict[Any, list[int]] = {}
         self._phase: Any = ""
-        self._modules: list[str] = []
-        self._hooks: list[Any] = []
         self._allocator = _Allocator.of(device)
         self._allocator_phases: dict[Any, int] = {}
         # The callback of every weak reference knows this object weakly: a strong reference would be a cycle.
@@ -168,26 +163,6 @@ class LiveBytes:
             self._fold()
             self._phase = outer
 
-    def track_modules(self, model: nn.Module) -> None:
-        """Note for each new storage the innermost module of ``model`` that is running, until the ``with`` ends.
-
-        Recomputes are seen too; what the backward itself makes has no module. The modules stay as they are: PyTorch
-        calls a hook for every module, since a hook of a module's own can change which path its call takes.
-        """
-        names = {module: name or type(model).__name__ for name, module in model.named_modules()}
-
-        def enter(module: nn.Module, *_: Any) -> None:
-            if module in names:
-                self._modules.append(names[module])
-
-        def leave(module: nn.Module, *_: Any) -> None:
-            if module in names:
-                self._modules.pop()
-
-        self._hooks.append(register_module_forward_pre_hook(enter))
-        # An activation checkpoint ends its recompute by an exception, hence always_call.
-        self._hooks.append(register_module_forward_hook(leave, always_call=True))
-
     def see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         name = name_of(func)
         fresh = name == "aten::lift_fresh"  # its input is new: it comes from torch.tensor or torch.from_numpy
@@ -236,9 +211,8 @@ class LiveBytes:
         if entry is None:
             if self._allocator is not None and storage.device.type != device.type:
                 self._allocator = None  # a fake tensor: nothing is allocated for it, so its bytes are counted
-            module = self._modules[-1] if self._modules else ""
             ref = weakref.KeyedRef(storage, self._callback, key)
-            self._live[key] = _Storage(ref, nbytes, tensor.shape, tensor.dtype, self._phase, module, counted)
+            self._live[key] = _Storage(ref, nbytes, tensor.shape, tensor.dtype, self._phase, counted)
             if counted:
                 self._change(nbytes)
         else:
@@ -303,9 +277,6 @@ class LiveBytes:
         if self._at_peak is None:
             self._at_peak = self._snapshot()
         self._live = {}
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
 
     def _check(self) -> None:
         if not self._seen:

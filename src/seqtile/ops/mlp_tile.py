@@ -181,12 +181,8 @@ class Pass:
             values.append(value)
         return tuple(values), self.first.add_low_rank(n, values, masks)
 
-    def kept_values(self, rows: int) -> tuple[Tensor, ...]:
-        """Room for the pre-activations of so many tokens that are kept."""
-        return tuple([self.kept_value(rows, layer) for layer in self.first.layers])
-
     def kept_value(self, rows: int, layer: Layer) -> Tensor:
-        """Room for one of them."""
+        """Room for one layer's pre-activations of so many tokens that are kept."""
         return torch.empty(rows, layer.width, dtype=self.dtype, device=self.device)
 
     def _split(self, values: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
