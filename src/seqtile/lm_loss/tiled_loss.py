@@ -127,8 +127,8 @@ class TiledLoss(ForwardStandIn, Watched):
         super().__init__(module)
         self.rule, self.impl, self.active, self.deferring = rule, impl, True, False
         self.trl = TrlHead.of(module.__dict__.get("forward"))
-        self.calls = 0  # handled by the tiled loss
-        self.why_untiled = ""  # reason of the last call that it did not handle
+        self.calls = 0  # handled by the tiled loss while gradients are recorded
+        self.why_untiled = ""  # reason of the last such call that it did not handle
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -216,7 +216,7 @@ class TiledLoss(ForwardStandIn, Watched):
         if trl_head is None and self.active and self.trl is not None and kwargs.pop("fused_lm_head", False):
             trl_head = self.trl
         if trl_head is not None:
-            self.calls += 1
+            self.calls += torch.is_grad_enabled()  # TRL computes metrics by a second forward under no_grad
             return trl_head.call(self, args, kwargs)
         labels = kwargs.get("labels")
         if labels is None and args:
@@ -234,9 +234,10 @@ class TiledLoss(ForwardStandIn, Watched):
         elif why := self._why_not():
             self.warn(f"its loss runs untiled: {why}")
         if why:
-            self.why_untiled = why
+            if torch.is_grad_enabled():
+                self.why_untiled = why
             return self.original(*args, **kwargs)
-        self.calls += 1
+        self.calls += torch.is_grad_enabled()
         return self.run(self.original, args, kwargs, self._loss, keep_logits=deferred)
 
     def _why_not(self) -> str:
