@@ -578,6 +578,20 @@ PREPARED_FORWARD = "_original_forward"
 PER_SEQUENCE = ("adapter_names", "alora_offsets")
 """Arguments with one entry per sequence that a hook of PEFT's adds to the adapters' calls, as a partial's keywords."""
 
+CACHED_PROMPTS = ("PREFIX_TUNING", "CARTRIDGE")
+"""Kinds of PEFT's prompts that are a key-value cache, which transformers' checkpointed layers drop."""
+
+
+def cached_prompt(model: nn.Module) -> str:
+    """The kind of a prompt in ``model`` that is a key-value cache, or ""."""
+    for module in model.modules():
+        configs = getattr(module, "peft_config", None)
+        for config in configs.values() if isinstance(configs, dict) else ():
+            kind = getattr(config, "peft_type", "")
+            if (name := str(getattr(kind, "value", kind))) in CACHED_PROMPTS:
+                return name
+    return ""
+
 
 def refuses_adapter(config: Any, model_type: str, name: str) -> bool:
     """Whether PEFT refuses an adapter of ``config`` on a layer called ``name`` in a model of that type."""

@@ -14,7 +14,14 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, LoraModel, PromptTuningConfig, get_peft_model, prepare_model_for_kbit_training
+from peft import (
+    LoraConfig,
+    LoraModel,
+    PrefixTuningConfig,
+    PromptTuningConfig,
+    get_peft_model,
+    prepare_model_for_kbit_training,
+)
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -391,9 +398,23 @@ def test_a_loss_that_is_used_later_is_reported_as_it_is() -> None:
     model = small()
     report = seqtile.apply(model, blocks="none", loss="tiled")
     model(input_ids=tokens(1, 8)).logits.sum().backward()
-    assert any("had no effect" in note for note in report.notes)
+    with torch.no_grad():  # as TRL does for its metrics where label_smoothing_factor computes the loss
+        model(**text())
+        model.eval()(**text())
+    assert any("had no effect" in note and "without labels" in note for note in report.notes)
     step(model, text())
     assert not any("had no effect" in note for note in report.notes)
+
+
+@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated")  # PEFT's
+@pytest.mark.parametrize("settings", [dict(checkpoint="layer"), dict(offload=True)], ids=str)
+def test_a_prompt_that_checkpointed_layers_drop_is_refused(settings: dict[str, Any]) -> None:
+    model = get_peft_model(small(), PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
+    with pytest.raises(seqtile.UserError, match="PREFIX_TUNING"):
+        seqtile.apply(model, **settings)
+    seqtile.apply(model, tile=TILE, loss="tiled", loss_tile=TILE)
+    step(model, text())
+    assert model.prompt_encoder.default.embedding.weight.grad.norm() > 0
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from seqtile._compat import (
     active_fake_mode,
     attention_is_exchangeable,
     attention_kind,
+    cached_prompt,
 )
 from seqtile._effects import Named, Watched, outermost, split_frozen, which
 from seqtile._errors import UserError
@@ -59,6 +60,11 @@ def check_checkpointing(model: nn.Module, policy: str | None, offload: bool | in
     """
     if policy is None and not offload:
         return
+    if prompt := cached_prompt(model):  # PEFT refuses it too, but only where checkpointing is on before the prompt
+        raise UserError(
+            f"PEFT's {prompt} passes its prompt as a key-value cache, which checkpointed layers drop; drop checkpoint "
+            "and offload"
+        )
     models = find_checkpointed(model)
     if not models:
         raise UserError(
