@@ -152,11 +152,11 @@ def test_trackers_are_those_of_transformers_and_need_their_package(monkeypatch: 
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ("train --nproc x", "got --nproc 'x', expected a whole number"),
-        ("train --max_length=a", "got --max-length 'a', expected a whole number"),
-        ("train --learning-rate a", "got --learning-rate 'a', expected a number"),
-        ("train --tile", "--tile needs a value"),
-        ("train --overwrite=3", "--overwrite takes no value, got '3'"),
+        ("train --nproc x", "'--nproc'"),
+        ("train --max_length=a", "'--max-length'"),
+        ("train --nodes 0", "'--nodes'"),
+        ("train --tile", "'--tile' requires"),
+        ("train --overwrite=3", "'--overwrite' does not take"),
         ("train --max-lenght 3", "--max-lenght; did you mean --max-length?"),
         ("train --output_dir x", "--output-dir; use --output"),
         ("train --rope-scaling 4", "'rope_scaling: VALUE'"),
@@ -169,7 +169,7 @@ def test_trackers_are_those_of_transformers_and_need_their_package(monkeypatch: 
         ("plan --memory 80GiB", "--memory; use --device"),
         ("plan --precision bfloat16", "--precision; use --dtype"),
         ("train --weight-decay 0.1", "'trainer: {weight_decay: VALUE}'"),
-        ("plan", "seqtile plan needs --model"),
+        ("plan", "missing option '--model'"),
         ("--foo", "seqtile has no flag --foo"),
     ],
 )

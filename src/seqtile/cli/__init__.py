@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     (one sentence on stderr), 130 for Ctrl-C, 143 for SIGTERM, 129 for SIGHUP.
     """
     try:
-        build_app()(list(sys.argv[1:] if arguments is None else arguments))
+        build_app()(list(sys.argv[1:] if arguments is None else arguments), prog_name="seqtile")
         sys.stdout.flush()
     except UserError as error:
         say_user_error(error)

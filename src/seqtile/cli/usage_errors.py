@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import difflib
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,65 +19,31 @@ _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 class OneSentence(TyperGroup):
     """The root of the commands, which raises :class:`seqtile.UserError` where the parser would print its usage."""
 
-    arguments: Sequence[str] = ()
-
     def make_context(self, info_name: str | None, args: list[str], *positional: Any, **extra: Any) -> Any:
         """Parse the root's own flags."""
-        self.arguments = list(args)
-        with _one_sentence(self.arguments):
+        with _one_sentence():
             return super().make_context(info_name, args, *positional, **extra)
 
     def invoke(self, ctx: Any) -> Any:
         """Parse a command's flags, and run it."""
-        with _one_sentence(self.arguments):
+        with _one_sentence():
             return super().invoke(ctx)
 
 
 @contextmanager
-def _one_sentence(arguments: Sequence[str]) -> Iterator[None]:
+def _one_sentence() -> Iterator[None]:
     try:
         yield
-    except _UsageError as error:
+    except _UsageError as usage_error:
+        error: Any = usage_error
         if type(error).__name__ == "NoArgsIsHelpError":  # which prints the help
             raise
-        raise UserError(sentence(error, arguments)) from None
-
-
-def sentence(error: Any, arguments: Sequence[str]) -> str:
-    """A parser's error as one sentence.
-
-    Args:
-        error: a ``UsageError`` of click's.
-        arguments: those of the command line.
-    """
-    context = getattr(error, "ctx", None)
-    leading_names = itertools.takewhile(lambda argument: not argument.startswith("-"), arguments)
-    path = " ".join(["seqtile", *(_path(context) if context is not None else leading_names)])
-    where = f"see {path} --help"
-    flag, error_class = getattr(error, "option_name", None), type(error).__name__
-    parameter = getattr(error, "param", None)
-    if error_class == "NoSuchOption":
-        return _unknown(str(flag), path, context)
-    if error_class == "MissingParameter" and parameter is not None:
-        return f"{path} needs {parameter.opts[0]}; {where}"
-    if error_class == "BadOptionUsage" and flag is not None:
-        value = _value(flag, arguments)
-        return f"{flag} takes no value, got {value!r}; {where}" if value else f"{flag} needs a value; {where}"
-    message = str(error.format_message()).strip().rstrip(".").replace(". Did you", ", did you")
-    if error_class == "BadParameter" and parameter is not None:
-        flag = parameter.opts[0]
-        return f"got {flag} {_value(flag, arguments)!r}, expected {_expected(error.message)}; {where}"
-    message = message[:1].lower() + message[1:]
-    return message if message.endswith("?") else f"{message}; {where}"
-
-
-def _path(context: Any) -> list[str]:
-    """Names of the command and of those around it, without the program's."""
-    names: list[str] = []
-    while context is not None and context.parent is not None:
-        names.insert(0, context.info_name)
-        context = context.parent
-    return names
+        context = getattr(error, "ctx", None)
+        path = "seqtile" if context is None else context.command_path
+        if type(error).__name__ == "NoSuchOption":
+            raise UserError(_unknown(str(error.option_name), path, context)) from None
+        message = error.format_message().strip().rstrip(".").replace(". Did you", ", did you")
+        raise UserError(f"{message[:1].lower()}{message[1:]}; see {path} --help") from None
 
 
 def _unknown(flag: str, path: str, context: Any) -> str:
@@ -104,25 +69,3 @@ def _unknown(flag: str, path: str, context: Any) -> str:
         line = f"trainer: {{{name}: VALUE}}"
         return f"{lead}; to pass an argument of TRL's SFTConfig, put '{line}' in a file and pass --recipe FILE"
     return f"{lead}; see {path} --help"
-
-
-def _value(flag: str, arguments: Sequence[str]) -> str:
-    """The value of ``flag``, which may be spelled with underscores; the last one counts."""
-    flag_value = ""
-    for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
-        name, equals, value = argument.partition("=")
-        if name.replace("_", "-") == flag:
-            flag_value = value if equals else following
-    return flag_value
-
-
-def _expected(message: str) -> str:
-    """What the parser's error about a value expected."""
-    text = message.strip().rstrip(".").lower()
-    if "valid int" in text:
-        return "a whole number"
-    if "valid float" in text or "valid number" in text:
-        return "a number"
-    if "greater" in text:
-        return f"a number {text.removeprefix('input should be ')}"
-    return text.removeprefix("input should be ")
