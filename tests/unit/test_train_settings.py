@@ -29,9 +29,8 @@ def arguments_of(tmp_path: Path, **values: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", ["activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"])
-@pytest.mark.parametrize("given", [{"preserve_rng_state": False}, '{"preserve_rng_state": false}'])
-def test_how_checkpoints_are_made_reaches_the_trainer(name: str, given: Any, tmp_path: Path) -> None:
-    made = arguments_of(tmp_path, trainer={name: given})
+def test_how_checkpoints_are_made_reaches_the_trainer(name: str, tmp_path: Path) -> None:
+    made = arguments_of(tmp_path, trainer={name: {"preserve_rng_state": False}})
     assert made.gradient_checkpointing_kwargs == {"use_reentrant": False, "preserve_rng_state": False}
 
 
@@ -87,10 +86,6 @@ def test_reentrant_checkpoints_over_shared_keys_are_refused(tmp_path: Path) -> N
         ({}, ("loss", False)),
         ({"metric_for_best_model": "eval_loss"}, ("loss", False)),
         ({"metric_for_best_model": "mean_token_accuracy"}, ("mean_token_accuracy", True)),
-        (
-            {"metric_for_best_model": "eval_mean_token_accuracy", "greater_is_better": True},
-            ("mean_token_accuracy", True),
-        ),
         ({"metric_for_best_model": "entropy", "greater_is_better": False}, ("entropy", False)),
     ],
 )
@@ -99,19 +94,9 @@ def test_a_metric_comes_with_its_direction(trainer: dict[str, Any], expected: tu
     assert (made.metric_for_best_model.removeprefix("eval_"), made.greater_is_better) == expected
 
 
-@pytest.mark.parametrize(
-    ("trainer", "words"),
-    [
-        ({"metric_for_best_model": "mean_token_accuracy", "greater_is_better": False}, "drop greater_is_better"),
-        ({"greater_is_better": True}, "keep the worst"),
-        ({"metric_for_best_model": "entropy"}, "needs greater_is_better"),
-        ({"metric_for_best_model": "rouge"}, "mean_token_accuracy"),
-    ],
-)
-def test_half_of_a_pair_that_contradicts_the_other(trainer: dict[str, Any], words: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=words):
-        arguments_of(tmp_path, eval_dataset="e", trainer=trainer)
-    with pytest.raises(UserError, match=words):
+def test_a_metric_that_no_evaluation_has() -> None:
+    trainer = {"metric_for_best_model": "rouge"}
+    with pytest.raises(UserError, match="mean_token_accuracy"):
         check_trainer_section(recipe_of(eval_dataset="e", trainer=trainer))
 
 
@@ -139,19 +124,9 @@ def test_the_most_accurate_checkpoint_is_kept_and_named(tmp_path: Path, capsys: 
 # --- keys that nothing would read
 
 
-@pytest.mark.parametrize(
-    ("values", "words"),
-    [
-        ({"trainer": {"metric_for_best_model": "loss"}}, "needs eval_dataset"),
-        ({"trainer": {"per_device_eval_batch_size": 4}}, "needs eval_dataset"),
-        ({"trainer": {"ddp_find_unused_parameters": True}}, "needs engine 'ddp'"),
-        ({"trainer": {"label_names": ["labels"]}}, "has no effect in a recipe"),
-        ({"trainer": {"hub_model_id": "me/model"}}, "push_to_hub: true"),
-    ],
-)
-def test_a_key_that_nothing_reads_is_refused(values: dict[str, Any], words: str) -> None:
-    with pytest.raises(UserError, match=words):
-        check_trainer_section(recipe_of(**values))
+def test_a_name_on_the_hub_is_not_ignored() -> None:
+    with pytest.raises(UserError, match="push_to_hub: true"):
+        check_trainer_section(recipe_of(trainer={"hub_model_id": "me/model"}))
 
 
 # --- arguments of from_pretrained
@@ -183,7 +158,3 @@ def test_fields_of_a_text_model_and_of_routers(tmp_path: Path) -> None:
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "moe")
     model = load(tmp_path / "moe", model_kwargs={"output_router_logits": True, "sliding_window": 16})
     assert model.config.output_router_logits is True and model.config.sliding_window == 16
-    with pytest.raises(UserError, match="router_aux_loss_coef"):
-        load(tmp_path / "moe", model_kwargs={"output_router_logits": False})
-    off = {"model_kwargs": {"output_router_logits": False}, "trainer": {"router_aux_loss_coef": 0.0}}
-    assert load(tmp_path / "moe", **off).config.output_router_logits is False

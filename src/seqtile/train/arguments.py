@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -113,14 +112,12 @@ def adapter_config(lora: LoraRecipe | None, model: nn.Module, frozen: Sequence[s
 def _evaluation(recipe: Recipe) -> dict[str, Any]:
     """Evaluations, each at a step that is saved, so that the best checkpoint is one that can be kept."""
     every = recipe.eval_steps or recipe.save_steps or 500
-    metric, greater_is_better = best_metric(recipe)
     return {
         "eval_strategy": "steps",
         "eval_steps": every,
         "save_steps": recipe.save_steps or every,
         "per_device_eval_batch_size": recipe.batch_size,
-        "metric_for_best_model": metric,
-        "greater_is_better": greater_is_better,
+        "metric_for_best_model": best_metric(recipe),
         "prediction_loss_only": True,
     }
 
@@ -182,11 +179,6 @@ def _checkpointing(recipe: Recipe, fields: Any) -> dict[str, Any]:
     if len(keys) > 1:
         raise UserError(f"trainer.{keys[0]} and trainer.{keys[1]} are the same setting; keep one")
     kwargs: Any = recipe.trainer[keys[0]] if keys else {}
-    if isinstance(kwargs, str):
-        try:
-            kwargs = json.loads(kwargs)
-        except ValueError:
-            pass  # its own check reports it
     if not isinstance(kwargs, dict):
         raise UserError(f"recipe key 'trainer.{keys[0]}': got {shown(kwargs)}, expected a mapping")
     if keys and not recipe.recomputes:

@@ -27,10 +27,10 @@ CONNECT_SECONDS = 2.0
 
 
 def check_early(recipe: Recipe) -> None:
-    """Refuse names that lead nowhere, trackers that are not installed, and keys of ``trainer:`` that nothing reads.
+    """Refuse names that lead nowhere, packages that are missing, and what ``trainer:`` cannot do.
 
     Raises:
-        UserError: the model, the dataset or a package is not there, or a key of ``trainer:`` changes nothing.
+        UserError: the model, the dataset or a package is not there, or a key of ``trainer:`` cannot work.
     """
     from huggingface_hub import constants, get_token
 

@@ -250,7 +250,6 @@ def _configured(path: str, recipe: Recipe) -> tuple[Any, dict[str, Any]]:
         if hasattr(text, key):
             setattr(text, key, unused.pop(key))
     auto_class(config, recipe)
-    _check_router_logits(text, recipe)
     if recipe.rope_scaling is not None:
         scale_positions(config, recipe.rope_scaling, recipe.model)
     check_positions(config, recipe)
@@ -295,20 +294,6 @@ def freeze_unread(model: Any) -> list[str]:
             module.requires_grad_(False)
             frozen.append(name)
     return frozen
-
-
-def _check_router_logits(text: Any, recipe: Recipe) -> None:
-    """Refuse an ``output_router_logits`` that TRL overrides: it enables them where their loss has a coefficient."""
-    requested = recipe.model_kwargs.get("output_router_logits")
-    coefficient = recipe.trainer.get("router_aux_loss_coef")
-    if coefficient is None:
-        coefficient = getattr(text, "router_aux_loss_coef", 0.0)
-    if requested is not None and hasattr(text, "output_router_logits") and bool(requested) != (coefficient != 0):
-        raise UserError(
-            f"got output_router_logits {str(requested).lower()} with router_aux_loss_coef {coefficient}, but the "
-            "trainer asks for router logits where that coefficient is not 0; set 'trainer: {router_aux_loss_coef: "
-            "VALUE}'"
-        )
 
 
 def check_split(recipe: Recipe) -> None:

@@ -58,7 +58,7 @@ def write_card(folder: Path, recipe: Recipe, state: Any, data: Mapping[str, Data
         tiling=tiling,
         loss=next((log["loss"] for log in reversed(state.log_history) if "loss" in log), None),
         best=None if state.best_metric is None else (state.best_global_step, state.best_metric),
-        best_metric=best_metric(recipe)[0].replace("_", " "),
+        best_metric=best_metric(recipe).replace("_", " "),
         versions={
             **{name: version for name in ("seqtile", *PACKAGES, "datasets") if (version := package_version(name))},
             "python": platform.python_version(),

@@ -400,7 +400,7 @@ def _train_and_save(
         comparison=_compare(recipe, trainer) if recipe.compare and stop.received is None else None,
         data=trainer.data,
         best=None if state.best_metric is None else (int(state.best_global_step), float(state.best_metric)),
-        best_metric=best_metric(recipe)[0],
+        best_metric=best_metric(recipe),
         ran=ran,
         retries=tuple(trainer.run["retries"]),
     )

@@ -15,23 +15,8 @@ from pydantic import TypeAdapter, ValidationError
 from seqtile._errors import UserError
 from seqtile.train.recipe import Recipe, alternatives, shown
 
-BEST_METRICS = {"loss": False, "aux_loss": False, "mean_token_accuracy": True, "entropy": None}
-"""Evaluation metrics of TRL's trainer, and whether more is better; None: the user has to set it."""
-
-OF_EVALUATIONS = (
-    "metric_for_best_model", "greater_is_better", "load_best_model_at_end", "per_device_eval_batch_size", "eval_delay",
-    "eval_on_start", "eval_accumulation_steps", "eval_packing",
-)  # fmt: skip
-"""Arguments that only evaluations read."""
-
-OF_DDP = ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph")
-"""Arguments that only DDP reads."""
-
-OF_COMPUTE_METRICS = (
-    "include_for_metrics", "batch_eval_metrics", "eval_do_concat_batches", "eval_use_gather_object", "label_names",
-    "do_train", "do_predict",
-)  # fmt: skip
-"""Arguments for functions and scripts that a recipe cannot name."""
+BEST_METRICS = ("loss", "aux_loss", "mean_token_accuracy", "entropy")
+"""Evaluation metrics of TRL's trainer."""
 
 SCHEDULE_ARGUMENTS = {
     "cosine_with_min_lr": ("min_lr", "min_lr_rate"), "cosine_warmup_with_min_lr": ("min_lr", "min_lr_rate"),
@@ -47,7 +32,7 @@ OPTIMIZER_PACKAGES = {
 
 
 def check_trainer_section(recipe: Recipe) -> None:
-    """Refuse keys of ``trainer`` that would change nothing here, or that contradict another; imports no heavy library.
+    """Refuse what the trainer would find out late, or not at all; imports no heavy library.
 
     Raises:
         UserError: with what to do.
@@ -68,35 +53,21 @@ def check_trainer_section(recipe: Recipe) -> None:
             "trainer.padding_free without packing leaves rows longer than max_length; set 'packing: true', which "
             "packs without padding, or drop padding_free"
         )
-    for key in (key for key, value in recipe.trainer.items() if value is not None):
-        if key in OF_EVALUATIONS and recipe.eval_dataset is None:
-            raise UserError(f"trainer.{key} needs eval_dataset")
-        if key in OF_DDP and recipe.engine != "ddp":
-            raise UserError(f"trainer.{key} needs engine 'ddp', got engine {recipe.engine!r}; drop it")
-        if key in OF_COMPUTE_METRICS:
-            raise UserError(f"trainer.{key} has no effect in a recipe; drop it")
-        if key.startswith("hub_") and not recipe.trainer.get("push_to_hub"):
+    for key, value in recipe.trainer.items():
+        if key.startswith("hub_") and value is not None and not recipe.trainer.get("push_to_hub"):
             raise UserError(f"trainer.{key} needs 'push_to_hub: true'")
 
 
-def best_metric(recipe: Recipe) -> tuple[str, bool]:
-    """The metric by which the best checkpoint is chosen, and whether more of it is better.
+def best_metric(recipe: Recipe) -> str:
+    """The metric by which the best checkpoint is chosen.
 
     Raises:
-        UserError: no evaluation measures it, or the direction is missing or the wrong one.
+        UserError: no evaluation measures it, which the trainer would find out at the first one.
     """
     name = str(recipe.trainer.get("metric_for_best_model") or "loss").removeprefix("eval_")
     if name not in BEST_METRICS:
         raise UserError(f"got metric_for_best_model {name!r}, expected one of {', '.join(BEST_METRICS)}")
-    direction, greater_is_better = BEST_METRICS[name], recipe.trainer.get("greater_is_better")
-    if direction is None and greater_is_better is None:
-        raise UserError(f"metric_for_best_model {name!r} needs greater_is_better")
-    if greater_is_better is not None and direction is not None and greater_is_better is not direction:
-        raise UserError(
-            f"greater_is_better {str(greater_is_better).lower()} with metric_for_best_model {name!r} would keep the "
-            "worst checkpoint; drop greater_is_better"
-        )
-    return name, bool(greater_is_better if direction is None else direction)
+    return name
 
 
 def trainer_values(recipe: Recipe) -> dict[str, Any]:
