@@ -26,26 +26,6 @@ def test_text_and_rows_are_the_same_every_time():
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
 
-def test_tokenizer_is_trained_once_and_a_damaged_cache_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    trained: list[int] = []
-    train = demo._train_tokenizer
-    monkeypatch.setattr(demo, "_train_tokenizer", lambda texts: trained.append(len(texts)) or train(texts))
-    first = demo.load_tokenizer()
-    assert demo.load_tokenizer().get_vocab() == first.get_vocab()
-    assert len(trained) == 1
-    (cached,) = (tmp_path / "seqtile").iterdir()
-    cached.write_text(cached.read_text()[:1000])
-    assert demo.load_tokenizer().get_vocab() == first.get_vocab()
-    assert len(trained) == 2
-
-
-def test_a_cache_that_cannot_be_written_costs_only_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert len(demo.load_tokenizer()) == demo.VOCAB_SIZE
-
-
 def test_an_interpreter_without_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
     monkeypatch.setattr(demo.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
     assert main(["train", "--output", str(tmp_path / "out")]) == 2

@@ -1,36 +1,28 @@
 """The embedded default: a small Qwen3 model on the source files of the running interpreter's standard library.
 
 Real text and long documents on every machine, and nothing is downloaded. The tokenizer (byte-level BPE, 2,048
-tokens) is trained on the same text on the first run and cached.
+tokens) is trained on the same text, in about two seconds.
 """
 
 from __future__ import annotations
 
-import hashlib
-import os
-import platform
+import functools
 import sysconfig
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from seqtile._errors import UserError
-from seqtile._log import first_rank_logger
-from seqtile.train.atomic_files import write_whole
 
 if TYPE_CHECKING:
     from datasets import Dataset
     from tokenizers import Tokenizer
     from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen3Config
 
-logger = first_rank_logger(__name__)
-
 VOCAB_SIZE = 2048
 MAX_POSITIONS = 32768
 END_OF_TEXT = "<|endoftext|>"
 TEXT_BYTES = 4_000_000
 """How much source text is read: about 1.5M tokens, six times what the default run sees."""
-
-CACHE_FORMAT = 1
 
 
 def library_files() -> list[Path]:
@@ -63,18 +55,14 @@ def library_text() -> list[str]:
 
 
 def load_tokenizer() -> PreTrainedTokenizerFast:
-    """The demo's tokenizer: from the cache, else trained (a few seconds) and cached."""
-    from tokenizers import Tokenizer
+    """The demo's tokenizer."""
     from transformers import PreTrainedTokenizerFast
 
-    path = _cache_path()
-    try:
-        tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
-    except Exception:  # noqa: BLE001 - missing or damaged: tokenizers raises plain Exception
-        tokenizer = _train_tokenizer(library_text())
-        _write_cache(path, tokenizer.to_str())
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT, model_max_length=MAX_POSITIONS
+        tokenizer_object=_train_tokenizer(),
+        eos_token=END_OF_TEXT,
+        pad_token=END_OF_TEXT,
+        model_max_length=MAX_POSITIONS,
     )
 
 
@@ -125,7 +113,8 @@ def build_config(tokenizer: PreTrainedTokenizerBase | None = None) -> Qwen3Confi
     )
 
 
-def _train_tokenizer(texts: list[str]) -> Tokenizer:
+@functools.cache
+def _train_tokenizer() -> Tokenizer:
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -140,22 +129,5 @@ def _train_tokenizer(texts: list[str]) -> Tokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.train_from_iterator(library_text(), trainer)
     return tokenizer
-
-
-def _cache_path() -> Path:
-    """Cache file of this interpreter's tokenizer; another library text or vocabulary gets another file."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "seqtile"
-    sizes = repr([(file.name, file.stat().st_size) for file in library_files()])
-    key = hashlib.sha256(f"{CACHE_FORMAT} {TEXT_BYTES} {sizes}".encode()).hexdigest()[:12]
-    return cache / f"demo-tokenizer-py{platform.python_version()}-v{VOCAB_SIZE}-{key}.json"
-
-
-def _write_cache(path: Path, text: str) -> None:
-    """Write a cache file whole or not at all; a cache that cannot be written costs only time."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, text)
-    except OSError as error:
-        logger.warning("could not cache the demo's tokenizer (%s: %s)", path, error.strerror)
