@@ -41,8 +41,6 @@ FLAG = "--seqtile"
 PLUGIN = Path(__file__).parent / "plugins" / "seqtile_plugin.py"
 """The file for ``--external_plugins``. ms-swift puts its folder first on ``sys.path``, so it lies in one of its own."""
 
-_YES, _NO = ("true", "1", "yes", "y", "t"), ("false", "0", "no", "n", "f")
-
 
 def register() -> None:
     """Make ``--callbacks seqtile`` known, and switch it on if this run's command line or environment requests it.
@@ -94,13 +92,14 @@ def settings(arguments: Any, remaining: list[str], variable: str | None) -> dict
     Raises:
         UserError: as :func:`register`.
     """
+    from transformers.hf_argparser import string_to_bool  # with which ms-swift reads its own flags
+
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--use_tiled_mlp", nargs="?", const="true")
-    parser.add_argument("--tiled_mlp_num_shards")
+    parser.add_argument("--use_tiled_mlp", nargs="?", const=True, type=string_to_bool)
+    parser.add_argument("--tiled_mlp_num_shards", type=int)
     parser.add_argument(FLAG)
     flags, remaining[:] = parser.parse_known_args(remaining)
-    use = _truth(flags.use_tiled_mlp)
-    shards = flags.tiled_mlp_num_shards
+    use, shards = flags.use_tiled_mlp, flags.tiled_mlp_num_shards
     kwargs = _given(flags.seqtile)
     if hasattr(arguments, "use_tiled_mlp"):
         use = True if arguments.use_tiled_mlp else use
@@ -124,12 +123,7 @@ def settings(arguments: Any, remaining: list[str], variable: str | None) -> dict
             raise UserError(f"--tiled_mlp_num_shards {shards} needs --use_tiled_mlp true")
         return None
     kwargs.setdefault("tile", variable or f"shards:{SHARDS if shards is None else shards}")
-    try:
-        TilingOptions(tile=kwargs["tile"])
-    except UserError as error:
-        if shards is None:
-            raise UserError(f"{VARIABLE}={variable}: {error}") from None
-        raise UserError(f"got --tiled_mlp_num_shards {shards}, expected an int of at least 1") from None
+    TilingOptions(tile=kwargs["tile"])  # refuses a wrong rule before the model is loaded
     return kwargs
 
 
@@ -159,14 +153,6 @@ def _given(text: str | None) -> dict[str, Any]:
     if not options.tiled:
         raise UserError(f"{FLAG}: blocks: none tiles nothing; drop {FLAG}")
     return kwargs
-
-
-def _truth(word: str | None) -> bool | None:
-    if word is None:
-        return None
-    if word.lower() not in _YES + _NO:
-        raise UserError(f"got --use_tiled_mlp {word}, expected true or false")
-    return word.lower() in _YES
 
 
 def make_callback(args: Any, trainer: Any, **kwargs: Any) -> TilingCallback:

@@ -124,8 +124,6 @@ def patch_mlp(
     if len(sizes) > 1:
         raise UserError(f"{' and '.join(sizes)} each set the tile size; use one")
     if num_shards is not None:
-        if isinstance(num_shards, bool) or not isinstance(num_shards, int) or num_shards < 1:
-            raise UserError(f"got num_shards={num_shards!r}, expected an int of at least 1")
         tile = f"shards:{num_shards}"
     elif target_gb is not None:
         tile = f"memory:{_parse_gb(f'target_gb={target_gb!r}', str(target_gb))}"
@@ -137,8 +135,6 @@ def patch_mlp(
 
 def _parse_option(option: str, model: nn.Module) -> tuple[str, list[str]]:
     """Parse an option string into a rule of :func:`seqtile.apply` and names of modules."""
-    if not isinstance(option, str):
-        raise UserError(f"got patch_options_str={option!r} of type {type(option).__name__}, expected {_OPTIONS}")
     word, *values = option.strip().split(":")
     word = word.lower()
     if word == "shards" and len(values) == 1:
