@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from methods import NotInstalledError
 from seqtile import count_live_bytes, count_products, linear_cross_entropy, token_logprobs
-from seqtile.devices import allocated_bytes, is_accelerator, peak_bytes, reset_peak, synchronize
+from seqtile.devices import is_accelerator, synchronize
 
 JOB = f"{__file__}:measure_loss"
 Tile = int | str
@@ -93,10 +93,10 @@ def measure_loss(arguments: dict[str, Any]) -> dict[str, Any]:
 
     if is_accelerator(device):
         step()
-        start = allocated_bytes(device)
-        reset_peak(device)
+        start = torch.accelerator.memory_allocated(device)
+        torch.accelerator.reset_peak_memory_stats(device)
         step()
-        peak = peak_bytes(device) - start
+        peak = torch.accelerator.max_memory_allocated(device) - start
     else:
         with count_live_bytes("cpu") as live:
             step()

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from seqtile._errors import UserError
 from seqtile.checkpointing.keep_attention import kept_per_token
 from seqtile.counting import count_live_bytes
-from seqtile.devices import peak_bytes, reset_peak, synchronize
+from seqtile.devices import synchronize
 from seqtile.ops.attention.kernel_calls import names_of_kernels
 from seqtile.options import changed
 from seqtile.planner.accelerators import Device
@@ -228,10 +228,10 @@ class _Peak:
     def begin(self) -> None:
         """What came before does not count, where that can be said."""
         if self.accelerated:
-            reset_peak()
+            torch.accelerator.reset_peak_memory_stats()
 
     def bytes(self) -> int:
-        return peak_bytes() if self.accelerated else self._counted.peak
+        return torch.accelerator.max_memory_allocated() if self.accelerated else self._counted.peak
 
 
 def host_room(host_memory: int) -> int:

@@ -7,20 +7,14 @@ import time
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from block import PERIOD, Workload, reference_errors
 from cell import Cell
 from child import guarded
 from methods import block_shape, install, tile_count, uninstall
 from seqtile.counting import count_live_bytes, count_products
-from seqtile.devices import (
-    allocated_bytes,
-    empty_cache,
-    is_accelerator,
-    peak_bytes,
-    peak_reserved_bytes,
-    reset_peak,
-    synchronize,
-)
+from seqtile.devices import empty_cache, is_accelerator, synchronize
 
 REFERENCE_BYTES = 2**33
 """The untiled reference in fp32 runs whole where its intermediates are smaller than this, else in slices."""
@@ -149,13 +143,15 @@ def _allocator_peak(workload: Workload) -> dict[str, Any]:
     workload.clear()
     device = workload.device
     empty_cache()
-    start = allocated_bytes(device)
-    reset_peak(device)
+    start = torch.accelerator.memory_allocated(device)
+    torch.accelerator.reset_peak_memory_stats(device)
     loss, output = workload.forward()
-    forward, reserved = peak_bytes(device) - start, peak_reserved_bytes(device)
-    reset_peak(device)
+    forward = torch.accelerator.max_memory_allocated(device) - start
+    reserved = torch.accelerator.max_memory_reserved(device)
+    torch.accelerator.reset_peak_memory_stats(device)
     loss.backward()
-    backward, reserved = peak_bytes(device) - start, max(reserved, peak_reserved_bytes(device))
+    backward = torch.accelerator.max_memory_allocated(device) - start
+    reserved = max(reserved, torch.accelerator.max_memory_reserved(device))
     del loss, output
     return {**_peaks(workload, forward, backward, reserved), "peak_from": "allocator", "start_bytes": start}
 

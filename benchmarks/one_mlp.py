@@ -20,7 +20,7 @@ from block import ResidualLayer
 from cell import SHAPES
 from seqtile.counting import count_live_bytes
 from seqtile.counting.fake import fake_tensors, make_fake
-from seqtile.devices import allocated_bytes, empty_cache, peak_bytes, reset_peak, synchronize
+from seqtile.devices import empty_cache, synchronize
 from seqtile.ops.grad_accumulator import as_on_an_accelerator
 
 JOB = f"{__file__}:measure_one_mlp"
@@ -69,11 +69,12 @@ def measure_one_mlp(arguments: dict[str, Any]) -> dict[str, Any]:
         step()
         synchronize()
         empty_cache()
-        others = allocated_bytes(torch.device(device)) - weights  # such as a workspace of the products' library
-        reset_peak()
+        # Beside the weights there is, for example, a workspace of the products' library.
+        others = torch.accelerator.memory_allocated(torch.device(device)) - weights
+        torch.accelerator.reset_peak_memory_stats()
         step()
         synchronize()
-        return {"peak_gb": (peak_bytes() - others) / 1e9, "peak_from": "allocator"}
+        return {"peak_gb": (torch.accelerator.max_memory_allocated() - others) / 1e9, "peak_from": "allocator"}
 
 
 def main() -> None:

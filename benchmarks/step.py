@@ -32,7 +32,7 @@ from cell import Worker
 from methods import STEP_METHODS, build_model, install_step, step_method, use_liger_kernels
 from seqtile._errors import UserError
 from seqtile.counting import count_live_bytes
-from seqtile.devices import empty_cache, is_accelerator, peak_bytes, reset_peak, synchronize
+from seqtile.devices import empty_cache, is_accelerator, synchronize
 from seqtile.planner.fake_step import update
 from seqtile.planner.model_shapes import read_config
 from seqtile.planner.step_config import make_optimizer
@@ -170,7 +170,7 @@ def measure_steps(arguments: dict[str, Any]) -> dict[str, Any]:
     with count_live_bytes("cpu") if on_cpu else nullcontext() as live:
         loss = step()
     if not on_cpu:
-        reset_peak(device)
+        torch.accelerator.reset_peak_memory_stats(device)
     step_ms = []
     for _ in range(1 if arguments["tokens"] > 64 * K else 2):
         synchronize(device)
@@ -178,7 +178,7 @@ def measure_steps(arguments: dict[str, Any]) -> dict[str, Any]:
         step()
         synchronize(device)
         step_ms.append(1e3 * (time.perf_counter() - begin))
-    peak = live.peak if live is not None else peak_bytes(device)
+    peak = live.peak if live is not None else torch.accelerator.max_memory_allocated(device)
     depth = read_config(arguments["model"]).num_hidden_layers
     return {"ran": ran, "step_ms": step_ms, "peak_gib": peak / GIB, "loss": loss.item(), "layers_of_model": depth}
 

@@ -205,38 +205,6 @@ def empty_cache(device: torch.device | None = None) -> None:
         getattr(torch.get_device_module(device), "empty_cache", lambda: None)()
 
 
-def reset_peak(device: torch.device | int | None = None) -> None:
-    """Start the accelerator's peaks again from what is allocated now.
-
-    Raises:
-        RuntimeError: this backend's allocator keeps no statistics.
-    """
-    import torch
-
-    torch.accelerator.reset_peak_memory_stats(device)
-
-
-def allocated_bytes(device: torch.device | int | None = None) -> int:
-    """Bytes in tensors on the accelerator now."""
-    import torch
-
-    return torch.accelerator.memory_allocated(device)
-
-
-def reserved_bytes(device: torch.device | int | None = None) -> int:
-    """Bytes that the accelerator's allocator holds now."""
-    import torch
-
-    return torch.accelerator.memory_reserved(device)
-
-
-def peak_bytes(device: torch.device | int | None = None) -> int:
-    """The most bytes in tensors at once since :func:`reset_peak`."""
-    import torch
-
-    return torch.accelerator.max_memory_allocated(device)
-
-
 def peak_resident_bytes() -> int:
     """The most host memory that this process ever held; 0 where the system does not say."""
     try:
@@ -244,13 +212,6 @@ def peak_resident_bytes() -> int:
     except ImportError:  # not on Windows
         return 0
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-def peak_reserved_bytes(device: torch.device | int | None = None) -> int:
-    """The most bytes that the allocator held at once since :func:`reset_peak`."""
-    import torch
-
-    return torch.accelerator.max_memory_reserved(device)
 
 
 def process_space() -> str:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from seqtile._compat import OpOverload, schema_of, storage_key, sums_gradients_in_place
 from seqtile.counting.watch import Watch, name_of, tensors_in
-from seqtile.devices import accelerator, allocated_bytes, is_accelerator, peak_bytes, reset_peak
+from seqtile.devices import accelerator, is_accelerator
 
 _UNWRITTEN = frozenset(
     f"aten::{name}"
@@ -291,10 +291,10 @@ class _Allocator:
 
     def __init__(self, index: int) -> None:
         self._index = index
-        self._start = allocated_bytes(index)
+        self._start = torch.accelerator.memory_allocated(index)
         self.peak = 0
         self.closed = False
-        reset_peak(index)
+        torch.accelerator.reset_peak_memory_stats(index)
 
     @classmethod
     def of(cls, device: torch.device) -> _Allocator | None:
@@ -309,8 +309,8 @@ class _Allocator:
         """Peak above the start since the last call."""
         if self.closed:
             return self.peak
-        peak = peak_bytes(self._index) - self._start
-        reset_peak(self._index)
+        peak = torch.accelerator.max_memory_allocated(self._index) - self._start
+        torch.accelerator.reset_peak_memory_stats(self._index)
         self.peak = max(self.peak, peak)
         return peak
 

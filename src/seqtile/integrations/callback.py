@@ -13,7 +13,7 @@ from transformers import Trainer, TrainerCallback
 
 from seqtile._errors import UserError
 from seqtile._log import first_rank_logger
-from seqtile.devices import GIB, empty_cache, peak_bytes, peak_resident_bytes, reset_peak
+from seqtile.devices import GIB, empty_cache, peak_resident_bytes
 from seqtile.engines.sequence_parallel import refuse_split_states
 from seqtile.fitting import Choice, apply_choice, choose_for, planned_optimizer
 from seqtile.install.apply import apply, apply_options, carries, tiled_names
@@ -274,8 +274,8 @@ class _Peaks:
         """Assign the peak since the last call to ``phase``; ``""`` discards it."""
         if not self.counted:
             return
-        peak = peak_bytes(self.device)
-        reset_peak(self.device)
+        peak = torch.accelerator.max_memory_allocated(self.device)
+        torch.accelerator.reset_peak_memory_stats(self.device)
         if phase:
             self.peaks[phase] = max(peak, self.peaks.get(phase, 0))
 

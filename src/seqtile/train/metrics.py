@@ -8,9 +8,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from transformers import TrainerCallback
 
-from seqtile.devices import GIB, accelerator, peak_bytes, peak_resident_bytes
+from seqtile.devices import GIB, accelerator, peak_resident_bytes
 from seqtile.train.atomic_files import write_whole
 
 METRICS_FILE = "metrics.jsonl"
@@ -80,7 +81,7 @@ class Metrics(TrainerCallback):
                 values["tokens_per_s"] = round((logs["num_tokens"] - self._tokens) / (now - self._last), 1)
             self._tokens, self._last = logs["num_tokens"], now
         if accelerator() is not None:
-            values["peak_allocated_gib"] = round(peak_bytes() / GIB, 3)
+            values["peak_allocated_gib"] = round(torch.accelerator.max_memory_allocated() / GIB, 3)
         elif resident := peak_resident_bytes():
             values["peak_resident_gib"] = round(resident / GIB, 3)
         with self._file.open("a", encoding="utf-8") as file:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from seqtile._compat import GRADIENT_NORM_METHODS, FakeTensor, backward_pass, local_part, storage_key
-from seqtile.devices import allocated_bytes, available_host_bytes, device_bytes, reserved_bytes
+from seqtile.devices import available_host_bytes, device_bytes
 from seqtile.planner.phases import causal_model
 from seqtile.recognise.decoder_layers import decoder_layers
 from seqtile.tiling import parse_bytes
@@ -249,6 +249,6 @@ def device_memory(model: nn.Module) -> tuple[str, int]:
     free, total = device_bytes(torch.device(device_type))
     if not total:
         return "", 0
-    allocated, reserved = allocated_bytes(), reserved_bytes()
+    allocated, reserved = torch.accelerator.memory_allocated(), torch.accelerator.memory_reserved()
     usage = f"{_in_gib(allocated)} in tensors, {_in_gib(reserved - allocated)} cached by the allocator"
     return f"the device has {_in_gib(total)}: {usage}, {_in_gib(free)} free", free

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from seqtile._errors import RunError, UserError, in_its_words, is_ours
 from seqtile._log import first_rank_logger
-from seqtile.devices import accelerator, peak_bytes
+from seqtile.devices import accelerator
 from seqtile.train.recipe import RECIPE_FILE, Recipe, resolve, save_recipe
 
 if TYPE_CHECKING:
@@ -348,6 +348,8 @@ def _train_and_save(
     callbacks: Sequence[TrainerCallback],
     display: Display,
 ) -> Outcome:
+    import torch
+
     from seqtile.install.runs import what_ran
     from seqtile.train.callbacks import CheckFirstStep, CheckModel, Clock, StopOnSignal
     from seqtile.train.metrics import Metrics
@@ -395,7 +397,7 @@ def _train_and_save(
         losses=tuple((int(log["step"]), log["loss"]) for log in state.log_history if "loss" in log),
         step=state.global_step,
         step_seconds=clock.median(),
-        peak_bytes=None if accelerator() is None else peak_bytes(),
+        peak_bytes=None if accelerator() is None else torch.accelerator.max_memory_allocated(),
         stopped_by=stop.received,
         comparison=_compare(recipe, trainer) if recipe.compare and stop.received is None else None,
         data=trainer.data,
