@@ -123,7 +123,7 @@ def online_dpo(directory: Path, out: Path, *callbacks: Any) -> Any:
     return OnlineDPOTrainer(load(directory), ref_model=load(directory), reward_funcs=judge, args=config, **data)
 
 
-def gkd(directory: Path, out: Path, *callbacks: Any, beta: float = 0.5, lmbda: float = 0.0) -> Any:
+def gkd(directory: Path, out: Path, *callbacks: Any, beta: float = 0.5, lmbda: float = 0.0, **settings: Any) -> Any:
     from trl.experimental.gkd import GKDConfig, GKDTrainer
 
     rows = [
@@ -132,7 +132,7 @@ def gkd(directory: Path, out: Path, *callbacks: Any, beta: float = 0.5, lmbda: f
     ]
     config = GKDConfig(
         str(out), max_length=64, max_new_tokens=8, beta=beta, lmbda=lmbda, bf16=False,
-        **{**COMMON, "learning_rate": 0.05},
+        **{**COMMON, "learning_rate": 0.05, **settings},
     )  # fmt: skip
     teacher = load(directory)
     with torch.no_grad():

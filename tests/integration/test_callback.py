@@ -50,6 +50,7 @@ TRAINERS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "SFT": (sft, ("mean_token_accuracy",)),
     "DPO": (trainers.dpo, ("rewards/margins",)),
     "GRPO": (trainers.grpo, ("kl", "reward")),
+    "GKD": (trainers.gkd, ()),
     "reward": (trainers.reward_model, ("accuracy", "margin")),
 }
 
@@ -78,6 +79,7 @@ def test_one_loss_trajectory(name: str, directory: Path, tmp_path: Path) -> None
     assert [key for log in got[1:] for key in log if "seqtile" in key] == ["seqtile/peak_resident_gib"] * (STEPS - 1)
     assert 0.05 < got[-1]["seqtile/peak_resident_gib"] < 1000
     assert ("reference model: tiled 2 of 2" in got[0]["seqtile"]) == (name in ("DPO", "GRPO"))
+    assert ("teacher model: tiled 2 of 2" in got[0]["seqtile"]) == (name == "GKD")
 
 
 class Told(TrainerCallback):

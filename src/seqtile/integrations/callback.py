@@ -33,7 +33,7 @@ class TilingCallback(TrainerCallback):
     ``Trainer(..., callbacks=[seqtile.TilingCallback(tile=8192)])``. The model is tiled when the trainer has been
     built: after TRL has added adapters, before training wraps it for an engine. A model that is not tiled when training
     starts is tiled then: one that ``model_init`` creates for every run, or one whose trainer got this callback later.
-    ``trainer.ref_model`` is tiled too, except under DeepSpeed.
+    ``trainer.ref_model`` and ``trainer.teacher_model`` are tiled too, except under DeepSpeed.
 
     The trainer's logs (``state.log_history``, the console, everything in ``report_to``) gain
 
@@ -105,7 +105,7 @@ class TilingCallback(TrainerCallback):
         assert self.report is not None
         self._refuse_what_is_lost(model, expected or self.report)
         _check_trainer(trainer, model, self._options)
-        self._references = [] if self._by_hand or trainer is None else self._tile_reference(trainer)
+        self._references = [] if self._by_hand or trainer is None else self._tile_references(trainer)
         logger.info("%s", "; ".join([*str(self.report).splitlines(), *self._references]))
         _collect(args.device)
         self._at_start, self._collects_again = True, False
@@ -159,20 +159,22 @@ class TilingCallback(TrainerCallback):
             self._options = self._choice.options
         return apply_choice(model, self._choice)
 
-    def _tile_reference(self, trainer: Trainer) -> list[str]:
-        """Tile the model that DPO or GRPO compares with, which is built after :meth:`on_init_end`."""
-        reference = getattr(trainer, "ref_model", None)
-        if not isinstance(reference, nn.Module) or carries(reference):
-            return []
-        if trainer.is_deepspeed_enabled:
-            return ["the reference model is not tiled: DeepSpeed has wrapped it already"]
-        if not self._options.tiled:
-            return []
-        only_blocks = {name: getattr(self._options, name) for name in _OF_REFERENCE}
-        try:
-            return [f"reference model: {apply(reference, **only_blocks)}"]
-        except UserError as error:
-            return [f"the reference model is not tiled: {error}"]
+    def _tile_references(self, trainer: Trainer) -> list[str]:
+        """Tile what DPO, GRPO and distillation compare with, which is built after :meth:`on_init_end`."""
+        done = []
+        for attribute, name in (("ref_model", "reference model"), ("teacher_model", "teacher model")):
+            model = getattr(trainer, attribute, None)
+            if not isinstance(model, nn.Module) or carries(model):
+                continue
+            if trainer.is_deepspeed_enabled:
+                done.append(f"the {name} is not tiled: DeepSpeed has wrapped it already")
+            elif self._options.tiled:
+                only_blocks = {option: getattr(self._options, option) for option in _OF_REFERENCE}
+                try:
+                    done.append(f"{name}: {apply(model, **only_blocks)}")
+                except UserError as error:
+                    done.append(f"the {name} is not tiled: {error}")
+        return done
 
     def _refuse_what_is_lost(self, model: nn.Module, report: Report) -> None:
         """Raise if something that was tiled would not run in tiles any more."""
@@ -186,7 +188,7 @@ class TilingCallback(TrainerCallback):
 
 
 _OF_REFERENCE = ("blocks", *(name for name in OF_BLOCKS if name != "keep"))
-"""Options that apply to the reference model too, which has no backward."""
+"""Options that apply to a reference or teacher model too, which has no backward."""
 
 
 def _question_of(trainer: Trainer) -> dict[str, Any]:
