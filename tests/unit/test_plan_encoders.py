@@ -138,7 +138,7 @@ def test_attention_reads_the_whole_row() -> None:
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        (["--recipe", "r.yaml"], "which trains causal language models; drop it"),
+        (["--recipe", "r.yaml"], "which trains causal language models on text; drop it"),
         (["--loss", "grpo"], "GRPO trains causal language models, but 'bert' is an encoder; drop --loss grpo"),
         (["--engine", "zero3", "--gpus", "2", "--sp-size", "2"], "sp-size 2 is for causal language models"),
         (["--engine", "fsdp2", "--gpus", "2", "--cp-size", "2"], "cp-size 2 is for causal language models"),

@@ -273,7 +273,7 @@ BAD = [
     (["--loss", "grpo", "--group-size", "1"], "expected at least 2 completions"),
     (["--loss", "grpo", "--group-size", "6", "--gradient-accumulation", "4"], "use --gradient-accumulation 6"),
     (["--loss", "grpo", "--gpus", "2", "--engine", "zero3", "--sp-size", "2"], "does not support sp-size"),
-    (["--loss", "grpo", "--recipe", "recipe.yaml"], "which has no GRPO"),
+    (["--loss", "grpo", "--recipe", "recipe.yaml"], "which trains causal language models on text"),
 ]
 
 

@@ -134,7 +134,7 @@ def test_towers_of_one_size_make_the_same_tokens_of_every_picture() -> None:
         (["--images", "2", "--image-tokens", "8"], "got --image-tokens with --images"),
         (["--image-size", "56x56"], "add --images N"),
         (["--images", "2", "--image-size", "56"], "got --image-size '56', expected height and width in pixels"),
-        (["--images", "2", "--recipe", "r.yaml"], "which trains on text"),
+        (["--images", "2", "--recipe", "r.yaml"], "which trains causal language models on text"),
         (["--images", "9", "--max-length", "144"], "144 tokens leave no room for text after 144 image tokens"),
         (
             ["--images", "2", "--engine", "zero3", "--gpus", "2", "--sp-size", "2"],

@@ -113,16 +113,6 @@ def command(
     size = _size_of(images, image_size, image_tokens)
     has_pictures = images is not None or image_tokens is not None
     policy = _policy_of(options, group_size, reference, generator, generator_memory)
-    if policy is not None and recipe is not None:
-        raise UserError(
-            "--recipe writes a recipe for seqtile train, which has no GRPO; drop it, and use the settings with TRL's "
-            "GRPOTrainer"
-        )
-    if has_pictures and recipe is not None:
-        raise UserError(
-            "--recipe writes a recipe for seqtile train, which trains on text; drop it, and use the settings with "
-            "TRL's SFTTrainer"
-        )
     if policy is not None:
         options = {**options, "loss": "tiled"}
     if gradient_accumulation is None:  # as many as make whole groups
@@ -145,14 +135,8 @@ def command(
 
         logging.getLogger("transformers").setLevel(logging.ERROR)
         config = read_config(model)
-        if is_masked_lm(config):
-            if recipe is not None:
-                raise UserError(
-                    "--recipe writes a recipe for seqtile train, which trains causal language models; drop it, and "
-                    "train the encoder with transformers' Trainer after seqtile.apply"
-                )
-            if policy is None:
-                tiling = replace(tiling, loss=None)  # the default is for causal language models
+        if is_masked_lm(config) and policy is None:
+            tiling = replace(tiling, loss=None)  # the default is for causal language models
         request = Request(
             model=model, config=config, device=target, gpus=gpus, host_memory=of_the_host, engine=engine,
             sp_size=sp_size, cp_size=cp_size, lora=adapters, qlora=qlora, optimizer=optimizer, precision=dtype,
@@ -163,6 +147,11 @@ def command(
             grpo=None if policy is None else Grpo(**policy),
             pictures=read_pictures(config, images, size, image_tokens) if has_pictures else None,
         )  # fmt: skip
+        if recipe is not None and not request.has_recipe:
+            raise UserError(
+                "--recipe writes a recipe for seqtile train, which trains causal language models on text; drop it, and "
+                "use the settings with seqtile.apply and a trainer of Transformers or TRL"
+            )
         progress("running the step on shapes")
         from seqtile.cli import plan_show as show
         from seqtile.planner.encoders import in_one_sentence
