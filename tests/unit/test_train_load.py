@@ -46,9 +46,9 @@ def without(name: str) -> Callable[[Path], Any]:
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "empty": (first_bytes(0), "a .safetensors file is corrupt or truncated"),
-    "truncated": (first_bytes(40_000), "a .safetensors file is corrupt or truncated"),
-    "other sizes": (configured(intermediate_size=64), "mlp.down_proj.weight has shape 32 x 96, expected 32 x 64"),
+    "empty": (first_bytes(0), "a file is corrupt or truncated"),
+    "truncated": (first_bytes(40_000), "a file is corrupt or truncated"),
+    "other sizes": (configured(intermediate_size=64), "mlp.down_proj.weight has shape [32, 96], expected [32, 64]"),
     "more layers": (configured(num_hidden_layers=3), "do not match its configuration: model.layers.2"),
     "a weight missing": (without("model.layers.1.mlp.up_proj.weight"), "model.layers.1.mlp.up_proj.weight is missing"),
 }

@@ -102,7 +102,8 @@ def load_bare(recipe: Recipe) -> PreTrainedModel:
     config = _load("configuration", transformers.AutoConfig, path, recipe)
     check_positions(config, recipe)
     maker = auto_class(config, recipe)
-    if not is_config and not (file.is_dir() and not _has_weights(file)):
+    has_weights = not file.is_dir() or any(entry.suffix in (".safetensors", ".bin") for entry in file.iterdir())
+    if has_weights and not is_config:
         return _load_weights(path, recipe, config=config, dtype=weights_dtype(recipe))
     torch.manual_seed(recipe.seed)
     dtype = weights_dtype(recipe)
@@ -181,10 +182,6 @@ def tile_head(model: Any, tokens: int) -> None:
             forward.rule = rule
             return
     TiledLoss(model, rule).install(marked=False)
-
-
-def _has_weights(directory: Path) -> bool:
-    return any(file.suffix in (".safetensors", ".bin") for file in directory.iterdir())
 
 
 def check_positions(config: PretrainedConfig, recipe: Recipe) -> None:
@@ -332,21 +329,17 @@ def _load(what: str, loader: Any, path: str, recipe: Recipe, **kwargs: Any) -> A
 
     try:
         return loader.from_pretrained(path, trust_remote_code=recipe.trust_remote_code, **kwargs)
-    except SafetensorError as error:
-        raise UserError(
-            f"cannot load the {what} of model {recipe.model!r}: a .safetensors file is corrupt or truncated "
-            f"({error}); download it again"
-        ) from None
     except UnpicklingError:
         raise UserError(
             f"cannot load the {what} of model {recipe.model!r}: a .bin file contains more than tensors, so loading "
             "it could run arbitrary code; use .safetensors files"
         ) from None
-    except (EOFError, RuntimeError) as error:
+    except (SafetensorError, EOFError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "PytorchStreamReader" not in str(error):
             raise
         raise UserError(
-            f"cannot load the {what} of model {recipe.model!r}: a .bin file is corrupt or truncated; download it again"
+            f"cannot load the {what} of model {recipe.model!r}: a file is corrupt or truncated ({error}); download "
+            "it again"
         ) from None
     except (OSError, ValueError, KeyError, TypeError, ImportError, StrictDataclassError) as error:
         # A value of a wrong type or size in config.json: the last line names it.
@@ -393,25 +386,20 @@ def _load_weights(path: str, recipe: Recipe, **kwargs: Any) -> PreTrainedModel:
     finally:
         logging.set_verbosity(level)
     mismatched, missing, unused = (sorted(info[f"{kind}_keys"]) for kind in ("mismatched", "missing", "unexpected"))
+    problem = ""
     if mismatched and not kwargs.get("ignore_mismatched_sizes"):
         name, file_shape, model_shape = mismatched[0]
+        problem = f"{name} has shape {[*file_shape]}, expected {[*model_shape]} ({len(mismatched)} such weights)"
+    elif missing:
+        problem = f"{missing[0]} is missing ({len(missing)} such weights)"
+    if problem:
         raise UserError(
-            f"the weights of model {recipe.model!r} do not match its configuration: {name} has shape "
-            f"{_sizes(file_shape)}, expected {_sizes(model_shape)} ({len(mismatched)} such weights); use the "
-            "config.json that belongs to them"
-        )
-    if missing:
-        raise UserError(
-            f"the weights of model {recipe.model!r} do not match its configuration: {missing[0]} is missing "
-            f"({len(missing)} such weights); use the config.json that belongs to them"
+            f"the weights of model {recipe.model!r} do not match its configuration: {problem}; use the config.json "
+            "that belongs to them"
         )
     if unused:
         logger.warning("%d weights of %r are not used, for example %s", len(unused), recipe.model, unused[0])
     return model  # type: ignore[no-any-return]
-
-
-def _sizes(shape: Any) -> str:
-    return " x ".join(map(str, shape))
 
 
 def weights_dtype(recipe: Recipe) -> Any:
