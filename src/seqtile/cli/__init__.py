@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         build_app()(list(sys.argv[1:] if arguments is None else arguments), prog_name="seqtile")
         sys.stdout.flush()
     except UserError as error:
-        say_user_error(error)
+        print(f"seqtile: {_rank()}{' '.join(str(error).split())}", file=sys.stderr)
         return USER_ERROR
     except RunError as error:
         print(f"seqtile: {_rank()}{error}", file=sys.stderr)
@@ -106,13 +106,6 @@ def console() -> NoReturn:
     if plans and compat is not None:
         compat.end_process(code)
     sys.exit(code)
-
-
-def say_user_error(error: UserError) -> str:
-    """Print what is wrong, and return it."""
-    sentence = " ".join(str(error).split())
-    print(f"seqtile: {_rank()}{sentence}", file=sys.stderr)
-    return sentence
 
 
 def _is_broken_pipe(error: BaseException) -> bool:

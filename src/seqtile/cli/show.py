@@ -170,27 +170,20 @@ def print_outcome(outcome: Outcome) -> None:
 
 def _table_rows(outcome: Outcome, comparison: Comparison | None) -> list[tuple[str, ...]]:
     if comparison is None:
-        rows: list[tuple[str, ...]] = [
-            ("seconds per step", "-" if outcome.step_seconds is None else f"{outcome.step_seconds:.2f}")
-        ]
-        if outcome.peak_bytes is not None:
-            rows.append(("peak memory", size(outcome.peak_bytes)))
-        return rows
+        seconds = "-" if outcome.step_seconds is None else f"{outcome.step_seconds:.2f}"
+        peak = [] if outcome.peak_bytes is None else [("peak memory", size(outcome.peak_bytes))]
+        return [("seconds per step", seconds), *peak]
     tiled, untiled = comparison.tiled, comparison.untiled
-    return [
+    rows = [
         ("seconds per step", f"{tiled.step_seconds:.2f}", f"{untiled.step_seconds:.2f}",
          f"{tiled.step_seconds / untiled.step_seconds:.2f}"),
         ("peak activation memory", size(tiled.peak_bytes), size(untiled.peak_bytes),
          f"{tiled.peak_bytes / untiled.peak_bytes:.0%}"),
-        *_units(tiled.units, untiled.units),
-        ("largest relative gradient difference", f"{comparison.gradient_error:.1e}", "", ""),
     ]  # fmt: skip
-
-
-def _units(tiled: float | None, untiled: float | None) -> list[tuple[str, ...]]:
-    if tiled is None or untiled is None:
-        return []
-    return [("GEMM FLOPs / (2 N D F) per MLP", f"{tiled:.2f}", f"{untiled:.2f}", f"{tiled / untiled:.2f}")]
+    if tiled.units is not None and untiled.units is not None:
+        units = f"{tiled.units:.2f}", f"{untiled.units:.2f}", f"{tiled.units / untiled.units:.2f}"
+        rows.append(("GEMM FLOPs / (2 N D F) per MLP", *units))
+    return [*rows, ("largest relative gradient difference", f"{comparison.gradient_error:.1e}", "", "")]
 
 
 def _lines(outcome: Outcome, comparison: Comparison | None) -> list[tuple[str, str]]:

@@ -17,11 +17,6 @@ def wrapper() -> Any:
     return getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", ())
 
 
-def is_wrapped(module: nn.Module) -> bool:
-    """Whether FSDP1 has wrapped this module: calling it gathers its weights, without any hook that shows it."""
-    return isinstance(module, wrapper())
-
-
 def refuse_gathering_inside(inner: Iterable[tuple[str, nn.Module]], *, block: str, layer: str) -> None:
     """Raise if an engine gathers the weights of a module that runs inside a tile.
 
@@ -73,7 +68,7 @@ def refuse_wrapped(model: nn.Module) -> None:
             "with DistributedDataParallel, and call seqtile.apply(model) before wrapping"
         )
     for name, module in model.named_modules():
-        if is_wrapped(module):
+        if isinstance(module, wrapper()):  # calling it gathers its weights, without any hook that shows it
             raise UserError(
                 f"{name or 'the model'} is already wrapped in FullyShardedDataParallel, which flattens the weights; "
                 "call seqtile.apply(model) before FSDP wraps the model"

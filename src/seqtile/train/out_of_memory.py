@@ -240,15 +240,14 @@ def _in_gib(nbytes: int) -> str:
     return f"{nbytes / 2**30:,.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:,.2f} MiB"
 
 
-def device_memory(model: nn.Module) -> tuple[str, int]:
-    """Describe the device's memory; also its free bytes (0 if unknown)."""
+def device_memory(model: nn.Module) -> str:
+    """The memory of the model's device; "" if unknown."""
     device_type = _device_type(model)
     if device_type == "cpu":
-        free = available_host_bytes()
-        return f"this host has {_in_gib(free)} free", free
+        return f"this host has {_in_gib(available_host_bytes())} free"
     free, total = device_bytes(torch.device(device_type))
     if not total:
-        return "", 0
+        return ""
     allocated, reserved = torch.accelerator.memory_allocated(), torch.accelerator.memory_reserved()
     usage = f"{_in_gib(allocated)} in tensors, {_in_gib(reserved - allocated)} cached by the allocator"
-    return f"the device has {_in_gib(total)}: {usage}, {_in_gib(free)} free", free
+    return f"the device has {_in_gib(total)}: {usage}, {_in_gib(free)} free"

@@ -150,7 +150,7 @@ class StepWatch:
         """The error to raise in place of ``error``, with its description and the next attempt."""
         trainer, location = self._trainer, self.find(error)
         retry = next_retry(self.recipe, location, len(self.retries))
-        memory, _ = device_memory(trainer.model)
+        memory = device_memory(trainer.model)
         tensors = largest_tensors(error, trainer.model, trainer.optimizer, self._whereabouts)
         live = ["largest live tensors:", *(f"  {line}" for line in tensors), *([memory] if memory else [])]
         error.__traceback__ = error.__context__ = error.__cause__ = (

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from transformers import TrainerCallback
 
     from seqtile.install.report import Report
-    from seqtile.train.compare_untiled import Comparison
     from seqtile.train.metrics import Display
     from seqtile.train.read_data import Data
     from seqtile.train.result_report import Outcome
@@ -387,8 +386,13 @@ def _train_and_save(
     if stop.received is None:
         display.stage("saving the model")
         trainer.save_result(output)
-        if recipe.compare:
-            display.stage("comparing one step, tiled and untiled")
+    comparison = None
+    if recipe.compare and stop.received is None:
+        display.stage("comparing one step, tiled and untiled")
+        from seqtile.train.compare_untiled import compare
+
+        batch = next(iter(trainer.get_train_dataloader()))
+        comparison = compare(trainer.model, {**batch, "fused_lm_head": True}, recipe)
     state = trainer.state
     outcome = Outcome(
         recipe=recipe,
@@ -399,7 +403,7 @@ def _train_and_save(
         step_seconds=clock.median(),
         peak_bytes=None if accelerator() is None else torch.accelerator.max_memory_allocated(),
         stopped_by=stop.received,
-        comparison=_compare(recipe, trainer) if recipe.compare and stop.received is None else None,
+        comparison=comparison,
         data=trainer.data,
         best=None if state.best_metric is None else (int(state.best_global_step), float(state.best_metric)),
         best_metric=best_metric(recipe),
@@ -409,10 +413,3 @@ def _train_and_save(
     if not recipe.report or not is_first() or outcome.stopped_by is not None:
         return outcome
     return replace(outcome, report=write_report(outcome, output / "report"))
-
-
-def _compare(recipe: Recipe, trainer: Any) -> Comparison:
-    from seqtile.train.compare_untiled import compare
-
-    batch = next(iter(trainer.get_train_dataloader()))
-    return compare(trainer.model, {**batch, "fused_lm_head": True}, recipe)

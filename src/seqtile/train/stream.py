@@ -85,7 +85,9 @@ class Stream:
             self.summary.rows += is_new
             try:
                 result = self.row_format.read({name: row.get(name) for name in self.row_format.columns})
-                self._check_vocabulary(result.get("input_ids"))
+                ids = result.get("input_ids")
+                if ids and self.vocabulary is not None and not 0 <= min(ids) <= max(ids) < self.vocabulary:
+                    raise RowError(f"'input_ids' has an id outside the vocabulary (0 to {self.vocabulary - 1})")
             except RowError as error:
                 first_problem = (
                     first_problem or f"dataset {self._source.dataset!r}, {self._source.place(index)}: {error}"
@@ -105,7 +107,3 @@ class Stream:
             yield from self._source.rows
         except Exception as error:  # the readers raise many unrelated types
             raise UserError(f"cannot read dataset {self._source.dataset!r}: {reason_of(error)}") from error
-
-    def _check_vocabulary(self, ids: list[int] | None) -> None:
-        if ids and self.vocabulary is not None and not 0 <= min(ids) <= max(ids) < self.vocabulary:
-            raise RowError(f"'input_ids' has an id outside the vocabulary (0 to {self.vocabulary - 1})")

@@ -350,7 +350,7 @@ class Trainer(SFTTrainer, _SplitLoss):
         self._losses, self._batches, self._norm = [], [], None
         finite = torch.isfinite(torch.stack([loss.float() for loss in losses])) if losses else torch.ones(1).bool()
         # A loss scaler finds its scale by overflowing, and skips those steps.
-        norm_is_bad = norm is not None and not self.accelerator.optimizer_step_was_skipped and not _is_finite(norm)
+        norm_is_bad = norm is not None and not self.accelerator.optimizer_step_was_skipped and not math.isfinite(norm)
         broken = not bool(finite.all()) or norm_is_bad
         total = torch.tensor(float(broken), device=self.accelerator.device)
         if self.accelerator.num_processes > 1:
@@ -414,10 +414,6 @@ def _refused(what: str, key: str) -> Iterator[None]:
     except (ImportError, ValueError, TypeError, KeyError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(f"cannot create the {what} ({reason}); fix {key}") from error
-
-
-def _is_finite(norm: Any) -> bool:
-    return math.isfinite(norm.item() if isinstance(norm, torch.Tensor) else float(norm))
 
 
 class _NothingToTrain(Exception):

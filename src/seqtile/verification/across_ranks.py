@@ -95,8 +95,6 @@ class Zero(Engine):
         self.call, *_ = deepspeed.initialize(
             model=self.model, optimizer=torch.optim.SGD(trained, lr=1.0), config=config
         )
-        if self.call.zero_optimization_stage() != self.stage or self.call.dp_world_size != dist.get_world_size():
-            raise UserError(f"DeepSpeed did not start ZeRO-{self.stage} on {dist.get_world_size()} ranks")
 
     def backward(self, loss: Tensor) -> None:
         self.call.backward(loss)
@@ -116,8 +114,6 @@ class Zero3(Zero):
 
     stage = 3
 
-
-MIN_RANKS = 2
 
 ENGINE_CLASSES: dict[str, type[Engine]] = {"ddp": Engine, "fsdp2": Fsdp2, "zero2": Zero, "zero3": Zero3}
 
@@ -151,7 +147,7 @@ def verify_under(
         UserError: there is nothing to compare, or one process alone.
     """
     world = dist.get_world_size() if dist.is_initialized() else 1
-    if world < MIN_RANKS:
+    if world < 2:
         raise UserError(f"engine {engine!r} was started with {world} process, expected at least 2")
     refuse_what_cannot_be_compared(model)
     seed += dist.get_rank()

@@ -73,7 +73,8 @@ class Measured:
         self.drew_random_numbers = any(
             not start.equal(end) for start, end in zip(random_state, _random_state(device), strict=True)
         )
-        leaves = {f"batch.{name}": tensor for name, tensor in _batch_tensors(inputs)}
+        named = inputs if isinstance(inputs, Mapping) else enumerate([inputs] if isinstance(inputs, Tensor) else inputs)
+        leaves = {f"batch.{name}": value for name, value in dict(named).items() if isinstance(value, Tensor)}
         weights = dict(model.named_parameters()) if engine is None else {}
         gradients = {name: leaf.grad for name, leaf in {**weights, **leaves}.items() if leaf.requires_grad}
         if engine is not None:
@@ -145,11 +146,6 @@ def fresh(batch: Any, dtype: torch.dtype | None = None) -> Any:
     if isinstance(batch, (list, tuple)):
         return [fresh(value, dtype) for value in batch]
     return batch
-
-
-def _batch_tensors(batch: Any) -> Iterator[tuple[str, Tensor]]:
-    items = batch.items() if isinstance(batch, Mapping) else enumerate([batch] if isinstance(batch, Tensor) else batch)
-    yield from ((str(name), value) for name, value in items if isinstance(value, Tensor))
 
 
 def _loss_of(model: nn.Module, batch: Any) -> Tensor:
