@@ -145,8 +145,6 @@ REFUSED = [
     ({"seqtile": {"offload": True}, "activation_offloading": "legacy"}, "activation_offloading"),
     ({"seqtile": {"offload": True}, "gradient_checkpointing": "offload"}, "gradient_checkpointing: offload"),
     ({"seqtile": {"checkpoint": "layer"}, "fsdp_config": {"activation_checkpointing": True}}, "fsdp_config"),
-    ({"sequence_parallel_degree": 4, "context_parallel_size": 8}, "set the same number"),
-    ({"context_parallel": {"size": 4}, "context_parallel_size": 8}, "context_parallel.size: 4 set"),
     ({"seqtile": {"max_length": 64}, "cut_cross_entropy": True}, "both compute the loss"),
     ({"seqtile": {"max_length": 64}, "context_parallel_size": 8}, "plans a supervised step on unpacked"),
     ({"selective_checkpointing": {"save_matmul_min_k": 64}}, "save_matmul_min_k: 64 saves the products"),

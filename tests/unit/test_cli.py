@@ -332,7 +332,6 @@ PLUGIN = "plugins: [seqtile.integrations.axolotl.SeqtilePlugin]\n"
     (PLUGIN + "seqtile: {max_length: 65536}\n", 0, "keys under seqtile: are valid"),
     (PLUGIN + "seqtile: {max_length: 65536}\nrl: dpo\n", 1, "plans a supervised step"),
     (PLUGIN + "seqtile: {heads: '2'}\n", 1, "seqtile.heads: got '2'"),
-    (PLUGIN + "sequence_parallel_degree: 2\ncontext_parallel_size: 4\n", 1, "set the same number"),
     (PLUGIN + "tiled_mlp: true\n", 0, "axolotl loads the plugin"), ("[1]\n", 2, "got list"),
     ("a: [\n", 2, "cannot be read"),
 ])  # fmt: skip

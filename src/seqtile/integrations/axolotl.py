@@ -25,7 +25,6 @@ from seqtile.integrations.axolotl_checks import (
     SeqtileSettings,
     apply_arguments,
     asks_for_seqtile,
-    check_parallel_sizes,
     check_settings,
     fit_question,
 )
@@ -39,14 +38,6 @@ class SeqtileArgs(BaseModel):
     """The plugin's keys in axolotl's configuration; axolotl merges it with its own classes."""
 
     seqtile: SeqtileSettings | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def check_parallel_sizes(cls, data: Any) -> Any:
-        """All names of the number of ranks that share a row are axolotl's; one value for all."""
-        if asks_for_seqtile(data):
-            check_parallel_sizes(data)
-        return data
 
     @model_validator(mode="after")
     def check_seqtile(self) -> Any:

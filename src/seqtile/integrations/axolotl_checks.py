@@ -76,7 +76,6 @@ def check_settings(cfg: Mapping[str, Any]) -> None:
     Raises:
         UserError: in one sentence.
     """
-    check_parallel_sizes(cfg)
     try:
         SeqtileSettings.model_validate(cfg.get("seqtile") or {})
     except ValidationError as error:
@@ -137,21 +136,6 @@ def _product_savers(cfg: Mapping[str, Any]) -> Iterator[str]:
     for pattern in selective.get("save_modules") or ():
         if re.search(_MLP_NAMES, str(pattern)):
             yield f"selective_checkpointing.save_modules: {pattern}"
-
-
-def check_parallel_sizes(cfg: Mapping[str, Any]) -> None:
-    """Every name of the number of ranks that share a row is axolotl's; refuse two values for it.
-
-    Raises:
-        UserError: names both.
-    """
-    block = cfg.get("context_parallel")
-    sizes = {name: cfg.get(name) for name in ("context_parallel_size", "sequence_parallel_degree")}
-    sizes["context_parallel.size"] = block.get("size") if isinstance(block, Mapping) else None  # axolotl 0.21
-    given_sizes = {name: size for name, size in sizes.items() if size is not None}
-    if len({*given_sizes.values()}) > 1:
-        values = " and ".join(f"{name}: {size}" for name, size in given_sizes.items())
-        raise UserError(f"{values} set the same number; keep one")
 
 
 def apply_arguments(cfg: Mapping[str, Any]) -> dict[str, Any]:
