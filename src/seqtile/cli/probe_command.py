@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from seqtile._errors import UserError
 from seqtile.cli.option_flags import options_of, takes_options
+
+if TYPE_CHECKING:
+    from seqtile.planner.measured_step import Probe
 
 
 @takes_options("probe", defaults={"loss": "tiled", "checkpoint": "layer"})
@@ -103,14 +106,13 @@ def command(
         print(f"snapshot: {snapshot}")
 
 
-def _show(probed: object, plot: str) -> None:
+def _show(probed: Probe, plot: str) -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Table
 
-    from seqtile.planner.measured_step import PHASES, Probe
+    from seqtile.planner.measured_step import PHASES
 
-    assert isinstance(probed, Probe)
     console = Console(highlight=False, soft_wrap=True, markup=False)
     how = "live bytes, counted" if probed.device_type == "cpu" else "the allocator's peaks"
 

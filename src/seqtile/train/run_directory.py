@@ -625,7 +625,15 @@ def disk_error(error: BaseException, output: Path) -> RunError | None:
         if number is not None:
             name = getattr(cause, "filename", None)
             path = Path(os.fsdecode(name)) if isinstance(name, str | bytes) else output
-            return RunError(f"{disk_of(path)} {PROBLEMS[number]}; {_what_is_kept(output)}")
+            whole, torn = newest_whole(output)
+            kept = "no checkpoint is complete yet: fix that and start again, or use another --output"
+            if whole is not None:
+                aside = f"{numbered(output)[-1][1].name} is incomplete and will be set aside; " if torn else ""
+                kept = (
+                    f"the last complete checkpoint is {whole}; {aside}fix that, then run with --resume --output "
+                    f"{output}"
+                )
+            return RunError(f"{disk_of(path)} {PROBLEMS[number]}; {kept}")
         seen.append(cause)
         cause = cause.__cause__ or cause.__context__
     return None
@@ -636,14 +644,6 @@ def disk_of(path: Path) -> str:
     existing = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists()).resolve()
     usage = shutil.disk_usage(existing)
     return f"the disk of {existing} ({usage.free / _GB:.1f} of {usage.total / _GB:.1f} GB free)"
-
-
-def _what_is_kept(output: Path) -> str:
-    whole, torn = newest_whole(output)
-    if whole is None:
-        return "no checkpoint is complete yet: fix that and start again, or use another --output"
-    aside = f"{numbered(output)[-1][1].name} is incomplete and will be set aside; " if torn else ""
-    return f"the last complete checkpoint is {whole}; {aside}fix that, then run with --resume --output {output}"
 
 
 def _number_of(error: BaseException, output: Path) -> int | None:
