@@ -446,6 +446,23 @@ def test_under_accelerates_mixed_precision() -> None:
     assert model(input_ids=ids, labels=ids).logits is not None
 
 
+def test_after_accelerate_has_taken_its_mixed_precision_off() -> None:
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(True)
+    _, expected = step(causal_lm("llama"), tokens(BATCH, LENGTH))
+    model = causal_lm("llama")
+    loss_only(model)
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    accelerator.unwrap_model(accelerator.prepare(model), keep_fp32_wrapper=False)
+    output, got = step(model, tokens(BATCH, LENGTH))
+    assert output.logits is None
+    assert_same_gradients(got, expected)
+    seqtile.undo(model)
+    assert step(model, tokens(BATCH, LENGTH))[0].logits is not None
+
+
 @pytest.mark.slow
 def test_compiled(caplog: pytest.LogCaptureFixture) -> None:
     """The whole model compiled runs its loss untiled and says so; compiled layers leave it tiled."""

@@ -213,6 +213,8 @@ class TiledLoss(ForwardStandIn, Watched):
             **kwargs: the model's own. ``logits_to_keep`` also requests logits.
         """
         model = self.module
+        if args and args[0] is model:  # accelerate's unwrap_model(keep_fp32_wrapper=False) binds this as a method
+            args = args[1:]
         if trl_head is None and self.active and self.trl is not None and kwargs.pop("fused_lm_head", False):
             trl_head = self.trl
         if trl_head is not None:
