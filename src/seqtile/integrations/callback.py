@@ -192,11 +192,7 @@ _OF_REFERENCE = ("blocks", *(name for name in OF_BLOCKS if name != "keep"))
 
 
 def _question_of(trainer: Trainer) -> dict[str, Any]:
-    """Arguments of :func:`seqtile.fitting.choose_for` for a trainer.
-
-    Raises:
-        UserError: its step is not a supervised one.
-    """
+    """Arguments of :func:`seqtile.fitting.choose_for` for a trainer."""
     # LLaMA-Factory's preference trainers are TRL's with arguments of transformers.
     bases = (*type(trainer).__mro__, *type(trainer.args).__mro__)
     of_trl = {base.__name__ for base in bases if base.__module__.startswith("trl.")}

@@ -128,11 +128,7 @@ def settings(arguments: Any, remaining: list[str], variable: str | None) -> dict
 
 
 def _given(text: str | None) -> dict[str, Any]:
-    """The arguments of :func:`seqtile.apply` in the JSON object of :data:`FLAG`.
-
-    Raises:
-        UserError: invalid JSON, or a wrong or unverified key or value.
-    """
+    """The arguments of :func:`seqtile.apply` in the JSON object of :data:`FLAG`."""
     if text is None:
         return {}
     try:

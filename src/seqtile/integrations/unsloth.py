@@ -172,11 +172,7 @@ def _parse_gb(argument: str, text: str) -> int:
 
 
 def _match_modules(model: nn.Module, targets: Sequence[str | nn.Module], one_is_enough: bool) -> list[str]:
-    """Qualified names of what is wanted.
-
-    Raises:
-        UserError: one of them matches nothing; where one is enough, all of them.
-    """
+    """Qualified names of the targets; raise if one matches nothing, or with ``one_is_enough`` if none matches."""
     names = [name for name, _ in model.named_modules()]
     chosen: list[str] = []
     for target in targets:

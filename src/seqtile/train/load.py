@@ -222,14 +222,7 @@ def load_config(recipe: Recipe) -> Any:
 
 
 def _configured(path: str, recipe: Recipe) -> tuple[Any, dict[str, Any]]:
-    """The configuration with what ``model_kwargs`` changes of it, and the arguments left for the weights.
-
-    As ``from_pretrained`` does without ``config=``: a key that the configuration has is a field of it.
-
-    Raises:
-        UserError: not there, unreachable, needs code of its own, too few positions for ``max_length``, or a field that
-            the trainer would set otherwise.
-    """
+    """The configuration with the fields that ``model_kwargs`` sets, and the arguments left for the weights."""
     import transformers
 
     fields = {key: value for key, value in recipe.weights_kwargs.items() if key not in (*HUB_KWARGS, *OF_WEIGHTS)}
@@ -370,12 +363,7 @@ def _load(what: str, loader: Any, path: str, recipe: Recipe, **kwargs: Any) -> A
 
 
 def _load_weights(path: str, recipe: Recipe, **kwargs: Any) -> PreTrainedModel:
-    """The model, with every weight of its configuration.
-
-    Raises:
-        UserError: files that are damaged, or weights that are missing or of other sizes; Transformers would train
-            random numbers in the place of missing ones.
-    """
+    """The model, with every weight of its configuration; Transformers would train random ones for missing ones."""
     from transformers.utils import logging
 
     level = logging.get_verbosity()

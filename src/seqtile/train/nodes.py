@@ -83,11 +83,7 @@ def _from_torchrun(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
-    """Read the variables that ``srun`` sets for each task of a step.
-
-    Raises:
-        UserError: there are several tasks on a node; each would start the processes of all devices.
-    """
+    """Read the variables that ``srun`` sets for each task of a step."""
     count = environment.get("SLURM_STEP_NUM_NODES")
     if count is None:
         return {}

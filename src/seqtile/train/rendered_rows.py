@@ -203,11 +203,7 @@ def _mask_messages(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _compare_chat(row: Mapping[str, Any], row_format: RowFormat, tokens: Tokens, tokenizer: Any) -> list[str]:
-    """Describe what the template changes in a row.
-
-    Raises:
-        ValueError: it leaves a message out, or one that should count does not.
-    """
+    """Describe what the template changes in a row; raise if a message is lost, or left out of the loss."""
     messages = row["messages"] if row_format.is_chat else [*row["prompt"], *row["completion"]]
     notes = _find_left_out(messages, row, tokenizer)
     text = _without_spaces(tokenizer.decode(tokens.ids))

@@ -92,14 +92,9 @@ def _changes_processes(recipe: Recipe, saved: Recipe) -> bool:
 
 
 def _on_other_processes(recipe: Recipe, saved: Recipe, changes: dict[str, Any]) -> Recipe:
-    """A resumed run's recipe, with as many micro-batches as make a step of the rows that it had.
-
-    Transformers finds the place in the data by the number of steps, so that with other rows a step some would be left
-    out and others trained on twice.
-
-    Raises:
-        UserError: the engine reads its checkpoints with as many processes only, or no number of micro-batches does it.
-    """
+    """A resumed run's recipe, with as many micro-batches as make a step of the rows that it had."""
+    # Transformers finds the place in the data by the number of steps: with other rows per step it would skip some rows
+    # and train others twice.
     if not _changes_processes(recipe, saved):
         return recipe
     resolve(recipe)

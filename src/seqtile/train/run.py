@@ -136,11 +136,7 @@ def _attempt(
     display: Display | None,
     lock: RunLock,
 ) -> Outcome:
-    """One try, from ``start`` or from the beginning.
-
-    Raises:
-        OutOfMemory: it was one too few; what is known of it, and what to go on with.
-    """
+    """Train once, from ``start`` or from the first step."""
     from seqtile.train.metrics import Silent
     from seqtile.train.out_of_memory import is_out_of_memory
     from seqtile.train.resume import check_same_run, describe_run
