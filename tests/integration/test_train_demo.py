@@ -26,12 +26,6 @@ def test_text_and_rows_are_the_same_every_time():
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
 
-def test_an_interpreter_without_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
-    monkeypatch.setattr(demo.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
-    assert main(["train", "--output", str(tmp_path / "out")]) == 2
-    assert "no source files" in capsys.readouterr().err
-
-
 def test_a_short_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["train", "--steps", "2", "--max-length", "512", "--tile", "100"]) == 0

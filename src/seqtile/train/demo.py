@@ -25,32 +25,14 @@ TEXT_BYTES = 4_000_000
 """How much source text is read: about 1.5M tokens, six times what the default run sees."""
 
 
-def library_files() -> list[Path]:
-    """Source files of the standard library's top level, longest documents of every Python, in sorted order.
-
-    Raises:
-        UserError: the interpreter ships without sources.
-    """
-    root = Path(sysconfig.get_paths()["stdlib"])
-    # _sysconfigdata has the build's settings, which differ between machines.
-    named = (file for file in root.glob("*.py") if not file.name.startswith("_sysconfigdata"))
-    files = sorted(file for file in named if file.stat().st_size > 0)
-    if not files:
-        raise UserError(
-            f"the interpreter at {root} has no source files for the demo's dataset; set --model and --dataset"
-        )
-    return files
-
-
 def library_text() -> list[str]:
-    """The first :data:`TEXT_BYTES` of those files, one string per file."""
+    """The first :data:`TEXT_BYTES` of the standard library's top-level source files, one string per file."""
     texts, left = [], TEXT_BYTES
-    for file in library_files():
-        text = file.read_bytes()[:left].decode("utf-8", errors="replace")
-        texts.append(text)
-        left -= len(text.encode())
-        if left <= 0:
-            break
+    for file in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
+        # _sysconfigdata has the build's settings, which differ between machines.
+        if left > 0 and file.stat().st_size and not file.name.startswith("_sysconfigdata"):
+            texts.append(file.read_bytes()[:left].decode("utf-8", errors="replace"))
+            left -= len(texts[-1].encode())
     return texts
 
 
