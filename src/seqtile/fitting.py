@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from seqtile._compat import attention_kind
 from seqtile._errors import RunError, UserError, expect_module
 from seqtile._log import first_rank_logger
-from seqtile.checkpointing.policies import is_on
+from seqtile.checkpointing.policies import is_on, standing_checkpointing
 from seqtile.devices import (
     accelerator,
     available_host_bytes,
@@ -98,7 +98,7 @@ def fit(
         batch_size: sequences per rank and micro-batch.
         autocast: whether fp32 weights on an accelerator train under bf16 autocast, as in TRL; no effect for 16-bit
             weights and on a CPU.
-        **settings: arguments of :func:`seqtile.apply` to fix; those at their default are chosen.
+        **settings: arguments of :func:`seqtile.apply` to fix; the others are chosen.
 
     Returns:
         Report: of :func:`seqtile.apply`; ``report.settings`` has the chosen arguments and ``report.why`` the reasons.
@@ -113,8 +113,8 @@ def fit(
     if sentence := unknown_keys(settings):
         raise UserError(f"fit: {sentence}")
     choice = choose_for(
-        model, TilingOptions(**settings), max_length=max_length, device=device, optimizer=optimizer, engine=engine,
-        sp_size=sp_size, cp_size=cp_size, lora=lora, batch_size=batch_size, autocast=autocast,
+        model, TilingOptions(**settings), given=settings, max_length=max_length, device=device, optimizer=optimizer,
+        engine=engine, sp_size=sp_size, cp_size=cp_size, lora=lora, batch_size=batch_size, autocast=autocast,
     )  # fmt: skip
     return apply_choice(model, choice)
 
@@ -133,6 +133,7 @@ def choose_for(
     options: TilingOptions,
     *,
     max_length: int,
+    given: Container[str] = (),
     recomputes: bool | None = None,
     **question: Any,
 ) -> Choice:
@@ -142,6 +143,7 @@ def choose_for(
         model: to train.
         options: what is not the default stays as given.
         max_length: tokens of a row.
+        given: names of options that stay as given at their default too.
         recomputes: whether activation checkpointing will be on whatever is chosen; None reads the model.
     """
     expect_module(model, "fit")
@@ -149,12 +151,18 @@ def choose_for(
     if isinstance(max_length, bool) or not isinstance(max_length, int) or max_length < 2:
         raise UserError(f"got max_length={max_length!r}, expected an int of at least 2")
     request, notes = describe(model, options, **question)
-    fixed = {name: getattr(options, name) for name in CHOSEN if getattr(options, name) != DEFAULTS[name]}
+    fixed = {
+        name: getattr(options, name) for name in CHOSEN if name in given or getattr(options, name) != DEFAULTS[name]
+    }
+    if options.checkpoint is None and options.offload_room:  # which means "layer"
+        fixed.pop("checkpoint", None)
     choice = choose(request, max_length, fixed, can_offload=request.device_type != "cpu")
     chosen = {name: getattr(choice.options, name) for name in CHOSEN if name not in fixed}
     chosen_options = replace(options, loss="tiled", **chosen)
-    on_already = is_on(causal_model(model)) if recomputes is None else recomputes
-    if on_already and chosen_options.checkpoint is None:
+    if recomputes is None:  # what an earlier call switched on is switched off before the choice is applied
+        switched_on_here = any(policy.switched_on for policy in standing_checkpointing(model))
+        recomputes = is_on(causal_model(model)) and not switched_on_here
+    if recomputes and chosen_options.checkpoint is None:
         notes.append(
             "activation checkpointing was on already and stays on; this length also fits without it, and would be "
             "faster"

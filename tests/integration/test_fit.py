@@ -203,6 +203,29 @@ def test_what_is_given_stays() -> None:
     } and report.tiled == 1  # fmt: skip
 
 
+def test_a_default_that_is_given_stays() -> None:
+    assert choose_for(llama(), TilingOptions(), max_length=TOKENS, device="1200MiB").options.checkpoint == "layer"
+    report = seqtile.fit(model := llama(), max_length=TOKENS, device="1200MiB", checkpoint="none")
+    assert "checkpoint" not in report.settings and "checkpoint none: as given" in report.why
+    assert run_step(model).attention == LAYERS * (2 if report.settings.get("heads") else 1)
+    callback = seqtile.TilingCallback(max_length=TOKENS, device="16GiB", keep=0.0)
+    callback.on_init_end(None, None, None, model=llama())
+    assert callback.report is not None and "keep 0.0: as given" in callback.report.why
+
+
+def test_checkpointing_of_an_earlier_fit_is_switched_off() -> None:
+    model = llama()
+    seqtile.apply(model, checkpoint="layer")
+    report = seqtile.fit(model, max_length=256, device="16GiB")
+    assert run_step(model, 256).attention == LAYERS
+    assert not any("checkpointing was on already" in sentence for sentence in report.why)
+
+
+def test_none_as_checkpoint_with_offload_means_layer() -> None:
+    report = seqtile.fit(llama(), max_length=256, device="16GiB", checkpoint="none", offload=True)
+    assert report.settings["offload"] is True and report.settings["checkpoint"] is not None
+
+
 def test_checkpointing_that_is_on_stays_on() -> None:
     model = llama()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -79,7 +79,7 @@ class TilingCallback(TrainerCallback):
             )
         if device is not None and max_length is None:
             raise UserError(f"device={device!r} needs max_length")
-        self._max_length, self._device = max_length, device
+        self._max_length, self._device, self._given = max_length, device, frozenset(settings)
         self._options = TilingOptions(**settings)  # each value is checked here, not when the trainer is built
         self._choice: Choice | None = None
         self.report = report
@@ -154,7 +154,7 @@ class TilingCallback(TrainerCallback):
         if self._choice is None:
             question = {} if trainer is None else _question_of(trainer)
             self._choice = choose_for(
-                model, self._options, max_length=self._max_length, device=self._device, **question
+                model, self._options, max_length=self._max_length, given=self._given, device=self._device, **question
             )
             self._options = self._choice.options
         return apply_choice(model, self._choice)
