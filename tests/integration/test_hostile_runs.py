@@ -125,6 +125,12 @@ def test_a_model_that_needs_a_package_which_is_not_here(place: Path, model: Path
 
     monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", without_it)
     assert "a package is missing (the package for Flash" in refused(place, capsys, recipe(place, model))
+    assert "use attention sdpa in place of flash" in refused(place, capsys, recipe(place, model, attention="flash"))
+
+
+def test_a_model_without_a_tokenizer(place: Path, model: Path, capsys):
+    weights_alone = shutil.copytree(model, place / "weights", ignore=shutil.ignore_patterns("tokenizer*"))
+    assert "tokenizer's files" in refused(place, capsys, recipe(place, weights_alone))
 
 
 @pytest.mark.parametrize("token", [10**9, 257, -1])

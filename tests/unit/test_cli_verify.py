@@ -53,6 +53,11 @@ def test_a_right_tiling_is_shown_with_its_costs(config: Path, capsys: pytest.Cap
     assert all(len(line) <= 120 for line in shown.splitlines())
 
 
+def test_a_model_with_few_positions_is_compared_on_all_of_them(config: Path, capsys) -> None:
+    assert main(["verify", "--model", str(config), "--json"]) == 0
+    assert found(capsys)["tokens"] == CONFIG.max_position_embeddings
+
+
 @pytest.mark.parametrize("flags", [[], ["--dtype", "bfloat16"], ["--checkpoint", "none"]])
 def test_json_is_one_object(config: Path, flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert verify(config, "--json", "--tile", "16", *flags) == 0

@@ -35,7 +35,9 @@ def command(
     nproc: int = typer.Option(None, help="Number of processes (default: one per accelerator).", metavar="N"),
     lora: str = typer.Option(None, help="LoRA rank, or r=16,alpha=32,dropout=0.05.", metavar="R"),
     dtype: str = typer.Option(None, help="float32, bfloat16, float16, or auto: the checkpoint's.", metavar="NAME"),
-    tokens: int = typer.Option(2048, help="Tokens per sequence.", metavar="N"),
+    tokens: int = typer.Option(
+        None, help="Tokens per sequence (default 2048, or the model's positions if fewer).", metavar="N"
+    ),
     batch_size: int = typer.Option(1, help="Sequences.", metavar="N"),
     options: Any = None,
     checkpoint: str = typer.Option(
@@ -71,8 +73,8 @@ def command(
         check_model(model)
     from seqtile.train.verify_model import check, check_recipe
 
-    recipe = check_recipe({key: value for key, value in settings.items() if value is not None})
     only_errors()
+    recipe = check_recipe({key: value for key, value in settings.items() if value is not None})
     try:
         result = check(recipe, WORKER)
     except UserError:

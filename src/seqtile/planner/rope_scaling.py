@@ -35,7 +35,7 @@ def lift(config: Any, tokens: int | None) -> str:
     if not scaling:
         return ""
     keys = ", ".join(f"{key}: {value}" for key, value in scaling.items())
-    return f", or extend them with 'rope_scaling: {{{keys}}}' in a recipe"
+    return f", or extend them with 'rope_scaling: {{{keys}}}' in a recipe, or rope_parameters of the model's config"
 
 
 def scale_positions(config: Any, scaling: dict[str, Any], model: str) -> None:

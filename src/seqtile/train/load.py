@@ -83,6 +83,15 @@ def tokenizer_of(recipe: Recipe) -> PreTrainedTokenizerBase:
     return tokenizer  # type: ignore[no-any-return]
 
 
+def bare_config(recipe: Recipe) -> tuple[str, Any]:
+    """The path and the configuration of what :func:`load_bare` loads."""
+    import transformers
+
+    file = Path(recipe.model).expanduser()
+    path = str(file) if file.suffix == ".json" and file.is_file() else existing_model(recipe.model)
+    return path, _load("configuration", transformers.AutoConfig, path, recipe)
+
+
 def load_bare(recipe: Recipe) -> PreTrainedModel:
     """The model alone, for a check on random tokens: no tokenizer is needed, nor are weights.
 
@@ -94,16 +103,12 @@ def load_bare(recipe: Recipe) -> PreTrainedModel:
     if recipe.model == DEMO:
         return load_model(recipe)[0]
     import torch
-    import transformers
 
-    file = Path(recipe.model).expanduser()
-    is_config = file.suffix == ".json" and file.is_file()
-    path = str(file) if is_config else existing_model(recipe.model)
-    config = _load("configuration", transformers.AutoConfig, path, recipe)
+    path, config = bare_config(recipe)
     check_positions(config, recipe)
-    maker = auto_class(config, recipe)
+    maker, file = auto_class(config, recipe), Path(path)
     has_weights = not file.is_dir() or any(entry.suffix in (".safetensors", ".bin") for entry in file.iterdir())
-    if has_weights and not is_config:
+    if has_weights and not file.is_file():
         return _load_weights(path, recipe, config=config, dtype=weights_dtype(recipe))
     torch.manual_seed(recipe.seed)
     dtype = weights_dtype(recipe)
@@ -349,16 +354,21 @@ def _load(what: str, loader: Any, path: str, recipe: Recipe, **kwargs: Any) -> A
         if isinstance(error, ImportError):
             raise UserError(
                 f"cannot load the {what} of model {recipe.model!r}: a package is missing ({reason}); install it, or "
-                "change the setting that needs it (in model_kwargs or the model's configuration)"
+                + (
+                    f"use attention sdpa in place of {recipe.attention}"
+                    if recipe.attention
+                    else "change the setting that needs it (in model_kwargs or the model's configuration)"
+                )
             ) from None
         if "trust_remote_code" in str(error):
             raise UserError(
                 f"model {recipe.model!r} needs its own code; review it, then set 'trust_remote_code: true' in the "
                 "recipe or pass --trust-remote-code"
             ) from None
+        files = " with the tokenizer's files (tokenizer.json)" if what == "tokenizer" else ""
         raise UserError(
-            f"cannot load the {what} of model {recipe.model!r} ({reason}); expected a model directory, or a Hub id "
-            "and a network"
+            f"cannot load the {what} of model {recipe.model!r} ({reason}); expected a model directory{files}, or a Hub "
+            "id and a network"
         ) from None
 
 

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 DEFAULT_TILE = "shards:8"
 """``"auto"`` leaves a short batch whole, and then there is nothing to verify."""
 
+DEFAULT_TOKENS = 2048
+"""Fewer where the model has fewer positions."""
+
 
 def check_recipe(values: dict[str, Any]) -> Recipe:
     """The settings of a check as a recipe, validated like one of ``seqtile train``.
@@ -31,6 +34,11 @@ def check_recipe(values: dict[str, Any]) -> Recipe:
     recipe, _ = build_recipe({}, {"dataset": DEMO, "tile": DEFAULT_TILE, **values})
     if recipe.lora is not None and find_spec("peft") is None:
         raise UserError("--lora needs peft; run: pip install peft")
+    if "max_length" not in values:
+        from seqtile.train.load import bare_config, max_positions
+
+        positions = None if recipe.model == DEMO else max_positions(bare_config(recipe)[1])
+        recipe = recipe.changed(max_length=min(DEFAULT_TOKENS, positions or DEFAULT_TOKENS))
     return recipe
 
 
