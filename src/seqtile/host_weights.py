@@ -1,9 +1,9 @@
 """Frozen weights of decoder layers in host memory; each layer's come to the device while the one before it computes.
 
 A layer's weights are copied to the device before its forward and before its backward, with the recompute of an
-activation checkpoint in it, and the parameters point there until another layer runs. Otherwise they point at pinned
-host memory, mapped into the device's address space: whatever reads or writes them outside of a step (``state_dict``,
-merged adapters) reads and writes the only copy, slowly.
+activation checkpoint in it, and the parameters point there until another layer runs. Outside of a forward and a
+backward they point at pinned host memory, mapped into the device's address space: whatever reads or writes them there
+(``state_dict``, merged adapters) reads and writes the only copy, slowly.
 
 Cost: the bytes of all layers over the link in each forward and each backward, hidden where a layer computes for longer
 than the next one is copied; host memory for them; two layers' weights on the device.
@@ -125,11 +125,27 @@ class LayerWeights:
         if self.buffer is not None:
             self.buffer.untyped_storage().resize_(self.nbytes)
             return
-        self.buffer = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
-        start = 0
-        for weight in self.weights:
-            self.values.append(_like(self.buffer, start, weight.host))
-            start += _padded(weight.nbytes)
+        with torch.inference_mode(mode=False):  # a tensor of inference mode could never be written outside of it
+            self.buffer = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
+            start = 0
+            for weight in self.weights:
+                self.values.append(_like(self.buffer, start, weight.host))
+                start += _padded(weight.nbytes)
+
+    def point_at_device(self) -> None:
+        """Let the parameters use the device's memory, which holds the values."""
+        if not self.in_use:
+            for weight, values in zip(self.weights, self.values, strict=True):
+                if weight.is_here():
+                    weight.point(values)
+            self.in_use = True
+
+    def point_at_host(self, *, written: bool = False) -> None:
+        """Let the parameters use the host's memory again; the device's keeps its values."""
+        if self.in_use:
+            for weight in filter(HostWeight.is_here, self.weights):
+                weight.release(written=written)
+            self.in_use = False
 
     def free(self) -> None:
         """Free the device memory."""
@@ -158,13 +174,8 @@ class WeightStream:
             if other not in (number, after):
                 self.release(other)
         layer = self._fetch(number)
-        if not layer.in_use:
-            if layer.event is not None:
-                self._compute_stream().wait_event(layer.event)
-            for weight, values in zip(layer.weights, layer.values, strict=True):
-                if weight.is_here():
-                    weight.point(values)
-            layer.in_use = True
+        self._wait_for_copy(layer)
+        layer.point_at_device()
         self.last_used = number
         if after is not None:
             self._fetch(after)
@@ -172,12 +183,8 @@ class WeightStream:
     def release(self, number: int, *, written: bool = False) -> None:
         """Free a layer's device memory: kernels that read it are queued before whatever gets it next."""
         layer = self.on_device.pop(number)
-        if layer.in_use:
-            for weight in filter(HostWeight.is_here, layer.weights):
-                weight.release(written=written)
-        elif layer.event is not None:  # the copy may still write
-            self._compute_stream().wait_event(layer.event)
-        layer.in_use, layer.event = False, None
+        self._wait_for_copy(layer)  # it may still write
+        layer.point_at_host(written=written)
         layer.free()
 
     def release_all(self, *, written: bool = False) -> None:
@@ -186,8 +193,18 @@ class WeightStream:
             self.release(number, written=written)
         self.last_used = -1
 
+    def point_at_host(self) -> None:
+        """Let all parameters use the host's memory, until their layer is used again; nothing is freed."""
+        for layer in self.on_device.values():
+            layer.point_at_host()
+
     def _compute_stream(self) -> Any:
         return torch.accelerator.current_stream(self.device)
+
+    def _wait_for_copy(self, layer: LayerWeights) -> None:
+        if layer.event is not None:
+            self._compute_stream().wait_event(layer.event)
+            layer.event = None
 
     def _fetch(self, number: int) -> LayerWeights:
         layer = self.layers[number]
@@ -366,17 +383,14 @@ class HostWeights(Watched):
         self._check(stream.layers[number].weights)
         last, backward = len(stream.layers) - 1, backward_pass() != -1
         if not backward and number <= stream.last_used:
-            # The last pass had no backward to its end: other code ran while layers were in use, and may have merged
+            # The last pass was left before its end: other code ran while layers were in use, and may have merged
             # adapters into them.
             stream.release_all(written=True)
         if backward:
             after_backward(stream.release_all)
-            after = number - 1 if number else None
-        elif number < last:
-            after = number + 1
-        else:  # a backward begins with the last layer and goes on with the one before; an evaluation with the first
-            after = (last - 1 if self.module.training else 0) if last else None
-        stream.use(number, after=after)
+        # A backward begins with the last layer and goes on with the one before.
+        after = number - 1 if backward or number == last else number + 1
+        stream.use(number, after=after if after >= 0 else None)
 
     def _check(self, layer: Sequence[HostWeight]) -> None:
         if any(weight.weight.requires_grad for weight in layer):
@@ -388,8 +402,12 @@ class HostWeights(Watched):
             self.warn("other code has replaced weights that waited on the host; they stay where it put them")
 
     def _after_forward(self, *_: Any) -> None:
-        """Free the device's memory after a forward without a backward: what writes weights next writes the host's."""
-        if self.stream is not None and not torch.compiler.is_compiling() and not torch.is_grad_enabled():
+        """Until the backward, if there is one, whatever reads or writes weights reads and writes the host's."""
+        if self.stream is None or torch.compiler.is_compiling():
+            return
+        if torch.is_grad_enabled():
+            self.stream.point_at_host()
+        else:
             self.stream.release_all()
 
     @property

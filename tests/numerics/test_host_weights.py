@@ -250,7 +250,7 @@ def test_two_layers_at_most_are_on_the_device(monkeypatch: pytest.MonkeyPatch) -
     model.eval()
     with torch.no_grad():
         model(input_ids=tokens(1, 8))
-    assert order == [0, 1, 2, 3, 0]
+    assert order == [0, 1, 2, 3]
     assert not stream.on_device
 
 
@@ -272,6 +272,59 @@ def test_accumulation_evaluation_and_generation() -> None:
         results.append((gradients, logits, generated))
     exact = {} if results[0][1].is_cuda else {"rtol": 0, "atol": 0}  # an attention backward there may add in any order
     torch.testing.assert_close(results[1], results[0], **exact)
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_several_forwards_before_one_backward(checkpoints: bool) -> None:
+    """As for DPO and GRPO: a loss of two forwards, with the reference's between them and their backward."""
+
+    def forward(model: nn.Module, length: int) -> Tensor:
+        return model(input_ids=tokens(1, length), labels=tokens(1, length)).loss
+
+    def run(model: nn.Module) -> tuple[Tensor, dict[str, Tensor | None]]:
+        chosen, rejected = forward(model, 12), forward(model, 9)
+        with torch.no_grad(), model.disable_adapter():
+            reference = forward(model, 12) - forward(model, 9)
+        loss = (chosen - rejected - reference).exp()
+        loss.backward(retain_graph=True)
+        forward(model, 5).backward()
+        loss.backward()
+        return loss.detach(), {name: weight.grad for name, weight in model.named_parameters()}
+
+    expected_model, model = adapted(), adapted()
+    seqtile.apply(expected_model, **CHECKPOINTED)
+    seqtile.apply(model, **CHECKPOINTED, offload="weights")
+    if not checkpoints:
+        expected_model.gradient_checkpointing_disable()
+        model.gradient_checkpointing_disable()
+    hosts = [weight.host for layer in stream_of(model).layers for weight in layer.weights]
+    versions = [host._version for host in hosts]
+    assert_equal(run(model), run(expected_model))
+    assert [host._version for host in hosts] == versions, "values that are on the host were copied there again"
+
+
+@pytest.mark.device
+def test_inference_mode_before_training() -> None:
+    expected_model, model = adapted(), adapted()
+    seqtile.apply(expected_model, **CHECKPOINTED)
+    seqtile.apply(model, **CHECKPOINTED, offload="weights")
+    with torch.inference_mode():
+        _train_forward(model)
+    assert_equal(step(model), step(expected_model))
+
+
+@pytest.mark.device
+def test_adapters_merged_between_a_forward_and_its_backward() -> None:
+    """The merged weights are there afterwards, those of the layers that stay on the device for the backward too."""
+    plain, model = adapted(), adapted()
+    seqtile.apply(model, blocks="none", offload="weights")
+    model.gradient_checkpointing_disable()
+    for each in (plain, model):
+        loss = each(input_ids=tokens(1, 12), labels=tokens(1, 12)).loss
+        each.base_model.merge_adapter()
+        loss.backward()
+    torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()), rtol=0, atol=0)
 
 
 @pytest.mark.filterwarnings("ignore:Could not find a config file:UserWarning")  # PEFT with transformers 5.0
@@ -300,10 +353,10 @@ def test_what_others_read_and_write_is_the_hosts(tmp_path: Path) -> None:
 def test_what_is_written_to_a_layer_in_use_reaches_the_host() -> None:
     model = adapted()
     seqtile.apply(model, **CHECKPOINTED, offload="weights")
-    ids = tokens(1, 12)
-    model(input_ids=ids, labels=ids)
+    _interrupt_forward(model)
     stream = stream_of(model)
-    weight = stream.layers[-1].weights[0]
+    assert stream.layers[2].in_use
+    weight = stream.layers[2].weights[0]
     with torch.no_grad():
         weight.weight.add_(1)
     values = weight.weight.detach().clone()
@@ -356,7 +409,8 @@ def test_adapters_merged_while_layers_are_in_use(before: Callable[[nn.Module], N
     seqtile.apply(plain, **CHECKPOINTED)
     seqtile.apply(model, **CHECKPOINTED, offload="weights")
     before(model)
-    assert any(layer.in_use for layer in stream_of(model).layers)
+    interrupted = before in (_interrupt_forward, _interrupt_backward)
+    assert any(layer.in_use for layer in stream_of(model).layers) == interrupted
     for each in (model, plain):
         each.base_model.merge_adapter()
         if then == "undo":
@@ -573,9 +627,8 @@ def test_copies_and_computation_wait_for_each_other(leak: str, monkeypatch: pyte
 
     def run() -> None:
         assert_equal(step(model), step(expected_model))
-        model.eval()
-        with torch.no_grad():
-            model(input_ids=tokens(1, 8))  # which fetches the first layer at its end, for nothing
+        _interrupt_forward(model)  # which has fetched the last layer for nothing
+        assert_equal(step(model), step(expected_model))
         assert not any(events), "memory was given back while a copy may write to it"
 
     if leak == "none":
