@@ -393,11 +393,15 @@ backward_pass: Callable[[], int] = _find("torch._C._current_graph_task_id")
 
 
 def after_backward(callback: Callable[[], object]) -> None:
-    """Call ``callback`` when the running backward pass is over; as FSDP2 does in its post-backward."""
-    _engine.queue_callback(callback)
+    """Call ``callback`` when the running backward pass is over; as FSDP2 does in its post-backward.
+
+    Not when it runs inside of another one, as that of a reentrant checkpoint does: what it used is used again there.
+    """
+    _engine.queue_callback(lambda: _running_node() is None and callback())
 
 
 _engine: Any = _find("torch.autograd.Variable._execution_engine")
+_running_node: Callable[[], object] = _find("torch._C._current_autograd_node")
 
 _keeps_graph: Any = _find("torch._C._autograd._get_current_graph_task_keep_graph")
 

@@ -222,7 +222,8 @@ def test_adapters_that_come_later() -> None:
 
 
 @pytest.mark.device
-def test_two_layers_at_most_are_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_two_layers_at_most_are_on_the_device(reentrant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward 0 to 3, then back to 0; the last two stay between them, so each of them is copied once."""
     most: list[int] = []
     order: list[int] = []
@@ -241,6 +242,8 @@ def test_two_layers_at_most_are_on_the_device(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(WeightStream, "_fetch", noting_fetch)
     model = adapted()
     seqtile.apply(model, **CHECKPOINTED, offload="weights")
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    model.enable_input_require_grads()
     step(model)
     assert max(most) == 2
     assert order == [0, 1, 2, 3, 1, 0]
