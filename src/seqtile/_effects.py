@@ -79,6 +79,8 @@ class Watched(StandIn):
     def _look(self, backbone: nn.Module, args: Any, output: Any) -> None:
         if torch.compiler.is_compiling() or not (backbone.training and torch.is_grad_enabled()):
             return
+        if backbone is not getattr(self.module, "base_model", self.module):  # a copy of it, with the copied hook
+            return
         if any(isinstance(value, Tensor) and value.requires_grad for value in tree_iter(output)):
             self.unwatch()
             self.idle = self.without_effect()

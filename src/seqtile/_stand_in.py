@@ -6,6 +6,7 @@ They live in the instance's ``__dict__``: the class is untouched, no parameter i
 
 from __future__ import annotations
 
+import copy
 import sys
 import types
 import weakref
@@ -28,6 +29,15 @@ class StandIn:
         self._module = weakref.ref(module)
         self.before: dict[str, Any] = {name: module.__dict__[name] for name in self.changed if name in module.__dict__}
         self.told: set[str] = set()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StandIn:
+        """Itself where only a part of the module is copied, such as a layer with its model's checkpoint function."""
+        module = self._module()
+        if module is None or id(module) not in memo:
+            return self
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return copied
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_module": self._module()}

@@ -5,6 +5,7 @@ A report may say whatever was installed; here only what ran counts.
 
 from __future__ import annotations
 
+import copy
 import logging
 import warnings
 from collections.abc import Callable, Iterator
@@ -30,7 +31,16 @@ from transformers import CONFIG_MAPPING, Trainer, TrainingArguments
 import seqtile
 import tiny_run
 from seqtile.checkpointing.policies import standing_checkpointing
-from zoo import HIDDEN, INTERMEDIATE, VOCABULARY, causal_lm, picture_and_text, tokens, vision_language_model
+from zoo import (
+    HIDDEN,
+    INTERMEDIATE,
+    VOCABULARY,
+    assert_same_gradients,
+    causal_lm,
+    picture_and_text,
+    tokens,
+    vision_language_model,
+)
 
 BATCH, LENGTH, LAYERS, TILE = 2, 24, 2, 4
 INPUT = BATCH * LENGTH * HIDDEN * 4
@@ -404,6 +414,33 @@ def test_a_loss_that_is_used_later_is_reported_as_it_is() -> None:
     assert any("had no effect" in note and "without labels" in note for note in report.notes)
     step(model, text())
     assert not any("had no effect" in note for note in report.notes)
+
+
+@pytest.mark.parametrize("later", [False, True], ids=["at once", "after a step"])
+def test_a_copy_of_the_backbone(later: bool) -> None:
+    def gradients(tiled: bool) -> dict[str, Tensor | None]:
+        model = small()
+        if tiled:
+            seqtile.apply(model, **ALL)
+        if later:
+            model(**text()).loss.backward()
+        backbone = copy.deepcopy(model.model)
+        backbone.zero_grad()
+        backbone(text()["input_ids"]).last_hidden_state.pow(2).mean().backward()
+        return {name: p.grad for name, p in backbone.named_parameters()}
+
+    assert_same_gradients(gradients(True), gradients(False))
+
+
+def test_a_copied_layer_joins_its_model() -> None:
+    model = small()
+    seqtile.apply(model, **ALL)
+    layers = model.model.layers
+    layers.append(copy.deepcopy(layers[-1]))
+    model.config.num_hidden_layers += 1
+    layers[-1].self_attn.layer_idx = LAYERS
+    ran, on_device = step(model, text())
+    assert ran.attention == LAYERS + 1 and ran.widest[VOCABULARY] == TILE and on_device == 0
 
 
 @pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated")  # PEFT's

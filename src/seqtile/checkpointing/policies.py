@@ -196,7 +196,7 @@ class Checkpointing(Watched):
             if "context_fn" in keywords:
                 self.warn("another library's context_fn (TRL's 'selective') decides what checkpoints save")
             else:
-                keywords["context_fn"] = self.attention
+                keywords["context_fn"] = self.save_attention
         if "context_fn" in keywords and base is checkpoint:
             keywords = HOOKS_SEE_WHAT_IS_KEPT | keywords
         return functools.partial(self.run, base, **keywords, _seqtile_former=function)
@@ -227,6 +227,11 @@ class Checkpointing(Watched):
         if names or attention == "eager":
             self.attention_ran = frozenset(names)
         return result
+
+    def save_attention(self) -> Any:
+        """``context_fn`` of the checkpoints: a method, so that a copied layer shares what this holds."""
+        assert self.attention is not None
+        return self.attention()
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def _note_call(self) -> bool:
