@@ -198,9 +198,7 @@ def test_the_layers_tiles_go_on_around_a_replaced_forward(directory: Path, tmp_p
 
 
 def test_settings_that_would_be_ignored_are_refused(directory: Path) -> None:
-    with pytest.raises(
-        TypeError, match="takes the arguments of seqtile.apply: got an unexpected keyword argument 'tiles'"
-    ):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'tiles'"):
         seqtile.TilingCallback(tiles=8)
     report = seqtile.apply(AutoModelForCausalLM.from_pretrained(directory))
     with pytest.raises(seqtile.UserError, match="got Report and the settings .'tile'.; pass either"):

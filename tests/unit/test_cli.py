@@ -447,8 +447,7 @@ def test_arguments_that_only_the_schedule_knows(model: Path, dataset: Path, tmp_
     arguments = ["--model", str(model), "--dataset", str(dataset), "--output", str(tmp_path / "out")]
     assert main(["train", *arguments, "--max-length", "64", "--recipe", str(tmp_path / "r.yaml")]) == 2
     sentence = capsys.readouterr().err.splitlines()[-1]
-    assert sentence.startswith("seqtile: cannot create the schedule 'cosine_with_min_lr' (")
-    assert "argument 'x'" in sentence and sentence.endswith("; fix --lr-scheduler-type or trainer.lr_scheduler_kwargs")
+    assert "nothing was trained" in sentence and "cosine_with_min_lr" in sentence and "argument 'x'" in sentence
 
 
 def test_packages_that_are_missing_are_named_together(monkeypatch: pytest.MonkeyPatch, capsys):

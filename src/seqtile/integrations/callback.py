@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import inspect
 import sys
 from typing import Any
 
@@ -68,10 +67,6 @@ class TilingCallback(TrainerCallback):
     def __init__(
         self, report: Report | None = None, /, *, max_length: int | None = None, device: Any = None, **settings: Any
     ) -> None:
-        try:
-            inspect.signature(apply).bind(None, **settings)
-        except TypeError as error:
-            raise TypeError(f"TilingCallback takes the arguments of seqtile.apply: {error}") from None
         if report is not None and (settings or max_length is not None or not isinstance(report, Report)):
             raise UserError(
                 f"TilingCallback got {type(report).__name__} and the settings {sorted(settings)}; pass either the "

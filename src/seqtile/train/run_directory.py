@@ -9,6 +9,7 @@ unasked. A lock file names the process of the run, and is no lock once that proc
 from __future__ import annotations
 
 import errno
+import hashlib
 import io
 import json
 import os
@@ -60,7 +61,6 @@ LEFT_BY_A_RUN = (
 """Files that ``--overwrite`` removes; the recipe, which allows it, last."""
 
 _NAME = re.compile(r"checkpoint-([0-9]+)")
-_PIECE = 1 << 20
 _READERS = 8
 LOCK_IS_WRITTEN_WITHIN = 10.0  # seconds; a lock that cannot be read is being written for this long
 _GB = 10**9
@@ -291,11 +291,8 @@ def digest_of_file(path: Path) -> str:
     """XXH3 of 128 bits, of the whole file."""
     import xxhash
 
-    digest = xxhash.xxh3_128()
     with path.open("rb", buffering=0) as file:
-        while piece := file.read(_PIECE):
-            digest.update(piece)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 # ---- Pickles: DeepSpeed unpickles its files, which runs whatever code they name

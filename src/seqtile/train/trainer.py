@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -38,8 +38,6 @@ from seqtile.train.run_directory import (
 from seqtile.train.split_rows import SplitRows
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from seqtile.train.read_data import Data
     from seqtile.train.retry import StepWatch
 
@@ -217,26 +215,6 @@ class Trainer(SFTTrainer, _SplitLoss):
             tiled = "none" if tiling is None else f"{tiling}; {what_ran(model)}"
             write_card(Path(str(self.args.output_dir)), self.step.recipe, self.state, self.data, tiled)
 
-    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """Called by Transformers before the first step.
-
-        Raises:
-            UserError: its package is missing, or it does not take its arguments.
-        """
-        name = getattr(self.args.optim, "value", self.args.optim)
-        with _refused(f"optimizer {name!r}", "optimizer or trainer.optim_args"):
-            return super().create_optimizer(*args, **kwargs)
-
-    def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
-        """Called by Transformers before the first step.
-
-        Raises:
-            UserError: the schedule does not take its arguments.
-        """
-        name = getattr(self.args.lr_scheduler_type, "value", self.args.lr_scheduler_type)
-        with _refused(f"schedule {name!r}", "--lr-scheduler-type or trainer.lr_scheduler_kwargs"):
-            return super().create_scheduler(*args, **kwargs)
-
     def train_all(self, resume_from: Path | None) -> None:
         """Train, from ``resume_from`` on if there is one."""
         self.loaded = resume_from is not None
@@ -402,18 +380,6 @@ class Trainer(SFTTrainer, _SplitLoss):
 def checkpoint_kwargs(args: Any) -> dict[str, Any]:
     """How the trainer's arguments make activation checkpoints; Transformers before 5.23 has the second name alone."""
     return dict(getattr(args, "activation_checkpointing_kwargs", None) or args.gradient_checkpointing_kwargs or {})
-
-
-@contextmanager
-def _refused(what: str, key: str) -> Iterator[None]:
-    """Say in one sentence that ``what`` cannot be made of the settings, and which of them to look at."""
-    try:
-        yield
-    except UserError:
-        raise
-    except (ImportError, ValueError, TypeError, KeyError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UserError(f"cannot create the {what} ({reason}); fix {key}") from error
 
 
 class _NothingToTrain(Exception):
