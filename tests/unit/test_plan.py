@@ -45,6 +45,7 @@ from seqtile.planner.techniques import MINIMAL_MEMORY, Technique
 from seqtile.recognise.candidates import layer_steps
 from seqtile.recognise.trace import in_a_thread
 from seqtile.train.fit import request_of as planned_again
+from seqtile.train.load import load_config
 from seqtile.train.recipe import build_recipe, parse_lora, read_recipe, resolve
 
 SIZES: dict[str, Any] = dict(
@@ -123,12 +124,22 @@ def test_the_command_says_it_in_words(folder: Path, capsys: pytest.CaptureFixtur
     assert "[tokens, tokens]" in text  # not taken for markup
 
 
+def test_a_length_beyond_the_positions_is_planned_with_what_the_run_needs(folder: Path, tmp_path: Path, capsys) -> None:
+    written, lengths = tmp_path / "recipe.yaml", ["--max-length", "100000", "--device", "80GiB", "--json"]
+    assert main(["plan", "--model", str(folder), *lengths, "--recipe", str(written)]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["max_length"] >= 100_000 and any("rope_scaling" in note for note in shown["notes"])
+    load_config(build_recipe(read_recipe(written), {"dataset": "rows.jsonl"})[0])  # refuses too few positions
+    CONFIG_MAPPING["gpt2"](n_layer=1, n_positions=64).save_pretrained(tmp_path)
+    assert main(["plan", "--model", str(tmp_path), *lengths]) == 2
+    assert "the 64 positions" in capsys.readouterr().err
+
+
 BAD = [
     (["--device", "h1000"], "did you mean"),
     (["--device", "toaster"], "use one of b200, h200, h100, a100-80"),
     (["--model", "/nowhere/config.json"], "does not exist"),
     (["--gpus", "8", "--engine", "zero3", "--sp-size", "8"], "4 attention heads"),
-    (["--max-length", "100000"], "the 65,536 positions"),
     (["--max-length", "1"], "at least 2"),
     (["--engine", "zero9"], "expected one of single"),
     (["--optimizer", "adam"], "expected one of adamw"),

@@ -86,7 +86,7 @@ def command(
     from pathlib import Path
 
     from seqtile.planner.accelerators import find_device
-    from seqtile.planner.model_shapes import is_masked_lm, read_config
+    from seqtile.planner.model_shapes import is_masked_lm, max_positions, read_config
     from seqtile.planner.names import check_names, split_offload
 
     # Names, numbers and paths are checked first: importing what runs the step takes seconds.
@@ -131,12 +131,18 @@ def command(
         adapters = parse_adapters(lora) if lora is not None else parse_adapters("16") if qlora else None
         from seqtile.planner.pictures import read_pictures
         from seqtile.planner.request import Request
+        from seqtile.planner.rope_scaling import scale_positions, scaling_for
         from seqtile.planner.step_config import Grpo
 
         logging.getLogger("transformers").setLevel(logging.ERROR)
         config = read_config(model)
         if is_masked_lm(config) and policy is None:
             tiling = replace(tiling, loss=None)  # the default is for causal language models
+        rope_scaling = None
+        if max_length is not None and max_length > (max_positions(config) or max_length):
+            rope_scaling = None if is_masked_lm(config) else scaling_for(config, max_length)
+            if rope_scaling is not None:
+                scale_positions(config, rope_scaling, model)
         request = Request(
             model=model, config=config, device=target, gpus=gpus, host_memory=of_the_host, engine=engine,
             sp_size=sp_size, cp_size=cp_size, lora=adapters, qlora=qlora, optimizer=optimizer, precision=dtype,
@@ -146,6 +152,7 @@ def command(
             device_link=None if device_link is None else device_link * 1e9 / 8,
             grpo=None if policy is None else Grpo(**policy),
             pictures=read_pictures(config, images, size, image_tokens) if has_pictures else None,
+            rope_scaling=rope_scaling,
         )  # fmt: skip
         if recipe is not None and not request.has_recipe:
             raise UserError(

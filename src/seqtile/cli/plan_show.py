@@ -16,9 +16,9 @@ from rich.text import Text
 from seqtile.devices import GIB
 from seqtile.options import to_flag
 from seqtile.planner.estimate import Bounds, Estimate, Saving
-from seqtile.planner.explain import NextSetting, explain, not_modelled, recipe, recipe_lacks
+from seqtile.planner.explain import NextSetting, beyond_positions, explain, not_modelled, recipe, recipe_lacks
 from seqtile.planner.memory_plan import SPLITS, Planner
-from seqtile.planner.model_shapes import NAMED, beyond_positions
+from seqtile.planner.model_shapes import NAMED
 from seqtile.planner.request import Request
 from seqtile.planner.traffic import bytes_between_nodes, bytes_inside_a_node
 
@@ -60,7 +60,7 @@ def show_plan(
         console.print(f"Run on each node: {command}")
     if saving is not None:
         console.print(f"--checkpoint attention-saved: {saving.why}.")
-    for note in [*planner.notes(), *beyond_positions(request.model, estimate.tokens)]:
+    for note in [*planner.notes(), *beyond_positions(request, estimate.tokens)]:
         console.print(f"Note: {note}.")
     if reasons:
         for line in explain(planner, estimate):
@@ -208,7 +208,7 @@ def print_object(
         "flops": work.total,
         "step_seconds": None if tflops is None else work.seconds(tflops, request.split),
         "efficiency": None if tflops is None else work.efficiency(tflops),
-        "notes": [*planner.notes(), *beyond_positions(request.model, estimate.tokens)],
+        "notes": [*planner.notes(), *beyond_positions(request, estimate.tokens)],
         "not_modelled": not_modelled(request, estimate),
         "command": start_command(request, recipe_file),
     }

@@ -14,7 +14,7 @@ from seqtile.planner.estimate import Estimate
 from seqtile.planner.kinds import step_kinds_of
 from seqtile.planner.live_at_peaks import CHECKPOINTS, KEPT, KEPT_TILES
 from seqtile.planner.memory_plan import LONGEST, Planner
-from seqtile.planner.model_shapes import max_positions
+from seqtile.planner.model_shapes import max_positions, named_scaling
 from seqtile.planner.request import Request
 from seqtile.planner.step_config import Grpo, Lora
 from seqtile.planner.techniques import (
@@ -219,6 +219,22 @@ def planned_offload(planner: Planner, estimate: Estimate) -> bool | str:
     return offload_of(checkpoints, options.weights_on_host)
 
 
+def rope_scaling_of(request: Request, tokens: int) -> dict[str, Any] | None:
+    """The rotary scaling that ``tokens`` tokens need; None where the model has as many positions."""
+    return request.rope_scaling or named_scaling(request.model, tokens)
+
+
+def beyond_positions(request: Request, tokens: int) -> list[str]:
+    """A note on the rotary scaling that ``tokens`` tokens need."""
+    if (scaling := rope_scaling_of(request, tokens)) is None:
+        return []
+    keys = ", ".join(f"{key}: {value}" for key, value in scaling.items())
+    return [
+        f"{tokens:,} tokens exceed the positions of {request.model}: train with 'rope_scaling: {{{keys}}}', which "
+        "--recipe writes"
+    ]
+
+
 def recipe(planner: Planner, tokens: int) -> dict[str, Any]:
     """The choices as a recipe that ``seqtile train`` takes."""
     request, setup = planner.request, planner.resolved(tokens)
@@ -253,6 +269,8 @@ def recipe(planner: Planner, tokens: int) -> dict[str, Any]:
     if request.precision != "mixed":
         keys["dtype"] = request.precision
     keys["attention"] = request.attention
+    if scaling := rope_scaling_of(request, tokens):
+        keys["rope_scaling"] = scaling
     if request.qlora:
         keys["qlora"] = True
     if request.optimizer != "adamw":

@@ -40,13 +40,10 @@ NAMED_POSITIONS = {
 """Positions of these models, and the rotary scaling that they have or could be given, with its factor today."""
 
 
-def beyond_positions(model: str, tokens: int) -> list[str]:
-    """A note on sequences beyond the positions of a named shape, which has no limit itself."""
+def named_scaling(model: str, tokens: int) -> dict[str, Any] | None:
+    """The ``rope_scaling`` for sequences beyond the positions of a named shape, which has no limit itself."""
     positions, rope_type, factor = NAMED_POSITIONS.get(model, (tokens, "", 1))
-    if tokens <= positions:
-        return []
-    scaling = f"rope_scaling: {{rope_type: {rope_type}, factor: {math.ceil(tokens * factor / positions)}}}"
-    return [f"{model} has {positions:,} positions; to train on {tokens:,} tokens, add '{scaling}' to the recipe"]
+    return None if tokens <= positions else {"rope_type": rope_type, "factor": math.ceil(tokens * factor / positions)}
 
 
 def refuse_missing(model: str) -> None:

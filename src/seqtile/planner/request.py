@@ -50,6 +50,7 @@ class Request:
         device_type: of the device, which ``tile="auto"`` asks for.
         grpo: a step of GRPO; None is a supervised one.
         pictures: in each row; None is text alone.
+        rope_scaling: what ``config`` was extended by, beyond the model's own positions.
     """
 
     model: str
@@ -77,6 +78,7 @@ class Request:
     device_type: str = "cuda"
     grpo: Grpo | None = None
     pictures: Pictures | None = None
+    rope_scaling: dict[str, Any] | None = None
 
     @property
     def per_node(self) -> int:
