@@ -439,6 +439,23 @@ def test_a_copy_can_wait_on_the_host_too() -> None:
 
 
 @pytest.mark.device
+def test_a_copied_backbone_fetches_nothing() -> None:
+    plain, model = adapted(), adapted()
+    seqtile.apply(plain, **CHECKPOINTED)
+    seqtile.apply(model, **CHECKPOINTED, offload="weights")
+    expected = step(plain)
+    assert_equal(step(model), expected)
+    fetched = stream_of(model).fetched_bytes
+    ids = tokens(1, 12)
+    hidden_states = [
+        copy.deepcopy(each.get_base_model().model)(input_ids=ids).last_hidden_state for each in (model, plain)
+    ]
+    torch.testing.assert_close(*hidden_states, rtol=0, atol=0)
+    assert stream_of(model).fetched_bytes == fetched
+    assert_equal(step(model), expected)
+
+
+@pytest.mark.device
 def test_undo_copies_and_pickles() -> None:
     plain, model = adapted(), adapted()
     expected = step(plain)
