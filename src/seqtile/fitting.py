@@ -210,7 +210,8 @@ def choose(
         options = replace(options, offload=planned_offload(rung.planner, estimate))
     chosen_values = {
         "tile": options.tile if options.tiled else "none", "loss_tile": options.loss_tile,
-        "checkpoint": options.checkpoint or "none", "offload": str(options.offload).lower(), "keep": options.keep,
+        "checkpoint": options.checkpoint or "none", "keep": options.keep,
+        "offload": options.offload if isinstance(options.offload, str) else str(options.offload).lower(),
         "blocks": options.blocks, "heads": options.heads or "all", "state": options.state or "whole",
     }  # fmt: skip
     why += [f"{name} {chosen_values[name]}: {rung.reasons[name]}" for name in chosen_values if name in rung.reasons]

@@ -284,6 +284,14 @@ class HostWeights(Watched):
         self.hooks: list[Any] = []
         self.left: Counter[str] = Counter()  # tensors of the layers that stay on the device, by kind
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> HostWeights:
+        copied = super().__deepcopy__(memo)
+        if copied is self:  # a layer or the backbone alone is copied: its hooks must not fetch the original's weights
+            copied = memo[id(self)] = type(self).__new__(type(self))
+            copied.__dict__.update(self.__dict__, stream=None, hooks=[])
+        assert isinstance(copied, HostWeights)
+        return copied
+
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "stream": None}  # deepcopy and pickle copy the weights themselves
 

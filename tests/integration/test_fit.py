@@ -252,12 +252,14 @@ def test_what_does_not_fit_names_the_longest_that_does_and_what_helps() -> None:
         ({"max_length": 64, "device": "h1000"}, "unknown device 'h1000'; did you mean 'h100'"),
         ({"max_length": 64, "device": "cuda:7"}, "is not on this machine"),
         ({"max_length": 64, "optimizer": "lomo"}, "got optimizer 'lomo'"),
+        ({"max_length": 64, "optimizer": torch.optim.SGD([torch.ones(1)])}, "got optimizer SGD, expected one of"),
+        ({"max_length": 64, "qlora": True}, "qlora is read from the model"),
         ({"max_length": 64, "engine": "horovod"}, "got engine 'horovod'"),
         ({"max_length": 64, "lora": "much"}, "lora='much', expected the rank"),
         ({"max_length": 64, "tiles": 8}, "unknown keys: 'tiles'; did you mean tile"),
         ({"max_length": 2 * TOKENS}, "the 4,096 positions"),
     ],
-    ids=str,
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else value,
 )
 def test_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
