@@ -111,6 +111,8 @@ def fit(
         RunError: nothing fits; names the longest length that does, and what would help.
     """
     if sentence := unknown_keys(settings):
+        if loaded_with := [key for key in ("attention", "dtype", "qlora") if key in settings]:
+            sentence = f"{' and '.join(loaded_with)} is read from the model; load it that way"
         raise UserError(f"fit: {sentence}")
     choice = choose_for(
         model, TilingOptions(**settings), given=settings, max_length=max_length, device=device, optimizer=optimizer,
@@ -392,7 +394,8 @@ def planned_optimizer(name: str, arguments: Any = None) -> str:
         return name
     if name not in TRAINER_OPTIMIZERS:
         names = ", ".join([*STATE_BYTES, *(other for other in TRAINER_OPTIMIZERS if other not in STATE_BYTES)])
-        raise UserError(f"got optimizer {name!r}, expected one of {names}, or use seqtile.apply")
+        shown = repr(name) if isinstance(name, str) else type(name).__name__
+        raise UserError(f"got optimizer {shown}, expected one of {names}, or use seqtile.apply")
     return "sgd-momentum" if name == "sgd" and "momentum" in str(arguments) else TRAINER_OPTIMIZERS[name]
 
 
