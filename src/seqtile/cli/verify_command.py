@@ -71,10 +71,12 @@ def command(
 
     if not (model.endswith(".json") and Path(model).expanduser().is_file()):
         check_model(model)
-    from seqtile.train.verify_model import check, check_recipe
+    from seqtile.train.verify_model import check, check_recipe, with_default_length
 
-    only_errors()
     recipe = check_recipe({key: value for key, value in settings.items() if value is not None})
+    only_errors()
+    if tokens is None:
+        recipe = with_default_length(recipe)
     try:
         result = check(recipe, WORKER)
     except UserError:

@@ -20,7 +20,6 @@ DEFAULT_TILE = "shards:8"
 """``"auto"`` leaves a short batch whole, and then there is nothing to verify."""
 
 DEFAULT_TOKENS = 2048
-"""Fewer where the model has fewer positions."""
 
 
 def check_recipe(values: dict[str, Any]) -> Recipe:
@@ -34,12 +33,15 @@ def check_recipe(values: dict[str, Any]) -> Recipe:
     recipe, _ = build_recipe({}, {"dataset": DEMO, "tile": DEFAULT_TILE, **values})
     if recipe.lora is not None and find_spec("peft") is None:
         raise UserError("--lora needs peft; run: pip install peft")
-    if "max_length" not in values:
-        from seqtile.train.load import bare_config, max_positions
-
-        positions = None if recipe.model == DEMO else max_positions(bare_config(recipe)[1])
-        recipe = recipe.changed(max_length=min(DEFAULT_TOKENS, positions or DEFAULT_TOKENS))
     return recipe
+
+
+def with_default_length(recipe: Recipe) -> Recipe:
+    """``recipe`` with a batch of :data:`DEFAULT_TOKENS`, or of the model's positions if fewer."""
+    from seqtile.train.load import bare_config, max_positions
+
+    positions = None if recipe.model == DEMO else max_positions(bare_config(recipe)[1])
+    return recipe.changed(max_length=min(DEFAULT_TOKENS, positions or DEFAULT_TOKENS))
 
 
 def check(recipe: Recipe, worker: str) -> VerifyResult:
