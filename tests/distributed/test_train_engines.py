@@ -243,13 +243,14 @@ def test_sigterm_saves_one_checkpoint(
     launcher: list[str], engine: str, times: int, code: int, folder: Path, request: pytest.FixtureRequest
 ) -> None:
     """Sent ``times`` to every process of the job, as Slurm does, or once to all but the first, after the first step."""
-    output = folder / request.node.callspec.id.replace(" ", "-")
+    output = folder / f"stopped-{request.node.callspec.id.replace(' ', '-')}"
     flags = ["--engine", engine, "--steps", "100000", *([] if launcher else ["--nproc", "2"])]
     command = [sys.executable, "-m", *launcher, "seqtile.cli", *arguments(folder, output, *flags)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
-            assert any(line.startswith("step ") for line in process.stdout)  # DeepSpeed may speak before
+            if not any(line.startswith("step ") for line in process.stdout):  # DeepSpeed may speak before
+                pytest.fail(process.communicate(timeout=SECONDS)[1])
             front = psutil.Process(process.pid)
             ranks = front.children(recursive=True)
             for receiver in [front, *ranks] * times or ranks:
