@@ -462,7 +462,7 @@ def test_a_search_ends_where_few_tiles_are_none_to_keep() -> None:
 
 
 def test_smaller_states_are_not_tried_where_the_host_has_room_for_all(planner: Planner) -> None:
-    """They would change nothing on the device; where the host has the host is full checkpoints, they make some."""
+    """They would change nothing on the device; where checkpoints fill the host, they make room for some."""
     request = changed(planner.request, engine="zero2", gpus=2, engine_offload=("optimizer",), offload=True)
     request = replace(request, device=Device("larger", 2**33, 10.0, "made up"))
     roomy, full = Planner(request), Planner(replace(request, host_memory=2**34))  # which two processes may take
@@ -519,6 +519,7 @@ def test_a_size_bounds_the_checkpoints_of_a_plan_as_a_full_host_does(planner: Pl
         assert bounded.estimate(16384).moved == 0.5
         assert bounded.estimate(16384).device == full.estimate(16384).device
         assert recipe(bounded, 16384)["offload"] == f"{held // 2 // 2**20}MiB"
+        assert "beyond the size" in choose_attention_saved(bounded, 16384)[1].why
     roomy = other(planner, offload="1GiB")
     assert roomy.estimate(16384).moved == 1.0 and recipe(roomy, 16384)["offload"] == "1GiB"
 

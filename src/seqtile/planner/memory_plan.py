@@ -496,7 +496,9 @@ def choose_attention_saved(planner: Planner, tokens: int, without: Estimate | No
         crowded = estimate.moved < 1 and extra == 0  # the host or a given size is too small for all of it
         if crowded or (extra and request.pictures is not None):  # of pictures the vision tower's outputs are kept too
             extra = max(extra, estimate.device.expected - planner.estimate(tokens).device.expected)
-            added = f"{benefit} {extra / 2**30:,.2f} GiB" + (" on the device, since the host is full" * crowded)
+            bounded = saving.host_room() == request.options.offload_room
+            why_here = "beyond the size given to offload" if bounded else "since the host is full"
+            added = f"{benefit} {extra / 2**30:,.2f} GiB" + f" on the device, {why_here}" * crowded
         if saving.fits_at_the_high_estimate(estimate):
             return saving, Saving(True, extra, spared, f"{added}; chosen")
         if saving.fits(estimate):
