@@ -1,8 +1,10 @@
 """Instances are changed, visibly and undoably; names, saved weights and hooks stay what they were."""
 
+import ast
 import copy
 import io
 import pickle
+import re
 import types
 import warnings
 from typing import Any
@@ -13,6 +15,7 @@ from torch import nn
 
 import seqtile
 from seqtile.blocks.instance import Installed
+from seqtile.options import WHOLE_LAYER
 from watching import rows_of
 from zoo import assert_same_gradients, causal_lm, gradients, tokens
 
@@ -78,6 +81,27 @@ def test_zero_matches_says_what_was_looked_for_and_found() -> None:
         seqtile.UserError, match=r"looked for .*gate, up, down.*; found none among its modules \(.*Conv1d"
     ):
         seqtile.apply(nn.Sequential(nn.Conv1d(2, 2, 1)))
+
+
+class OwnMLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 24), nn.Linear(24, 8)
+
+    def forward(self, x: Any) -> Any:
+        return self.down(self.up(x).relu())
+
+
+@pytest.mark.parametrize("path", ["", "0", "0.1"])
+def test_a_refusal_names_a_value_of_trust_that_tiles_the_block(path: str) -> None:
+    model: nn.Module = OwnMLP()
+    for part in reversed(path.split(".") if path else []):
+        model = nn.Sequential(*[nn.Identity() for _ in range(int(part))], model)
+    with pytest.raises(seqtile.UserError) as refusal:
+        seqtile.apply(model)
+    named = re.search(r"found (.*?)OwnMLP.*trust=('.*?')", str(refusal.value))
+    assert named is not None and named[1] == (f"{path} (" if path else "")
+    assert seqtile.apply(model, trust=ast.literal_eval(named[2])).tiled == 1
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "opt", "mixtral"])
@@ -333,6 +357,31 @@ def test_torch_compile_of_a_tiled_mlp_in_one_graph() -> None:
     got = torch.autograd.grad(compiled(x).pow(2).sum(), inputs)
     for one, other in zip(got, expected, strict=True):
         torch.testing.assert_close(one, other)
+    torch._dynamo.reset()
+
+
+class Counted(nn.Module):
+    """Changes a dict before its module runs, as a hook that counts calls does."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.calls = inner, {"calls": 0}
+
+    def forward(self, x: Any) -> Any:
+        self.calls["calls"] += 1
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("settings", [{"blocks": "mlp"}, {"path": "generic"}, {"blocks": WHOLE_LAYER}], ids=str)
+def test_torch_compile_in_one_graph_after_a_dict_has_changed(settings: dict[str, Any]) -> None:
+    layer = causal_lm("llama", torch.float64).model.layers[0]
+    seqtile.apply(layer, tile=5, **settings)
+    x = torch.randn(2, 13, 32, dtype=torch.float64, requires_grad=True)
+    for block in (layer.mlp, layer.post_attention_layernorm, layer.self_attn.q_proj):
+        [expected] = torch.autograd.grad(block(x).pow(2).sum(), [x])
+        compiled = torch.compile(Counted(block), backend="aot_eager", fullgraph=True)
+        [got] = torch.autograd.grad(compiled(x).pow(2).sum(), [x])
+        torch.testing.assert_close(got, expected)
     torch._dynamo.reset()
 
 

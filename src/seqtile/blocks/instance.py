@@ -204,6 +204,11 @@ class Installed(ForwardStandIn):
         self._verdicts: dict[Mode, Verdict] = {}
         self._last: Verdict | None = None
 
+    @property
+    def title(self) -> str:
+        """Its name for messages; a root module has none in its model."""
+        return self.setting.name or type(self.module).__name__
+
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_verdicts": {}, "_last": None, "_view": None}  # of this very module
 
@@ -276,7 +281,7 @@ class Installed(ForwardStandIn):
             return self._run_untiled(verdict.refusal, untiled)
         operands = verdict.operands(self.setting, x, lanes, computed, self.fuses_norms)
         if operands.not_fused and self.falls_back and self.is_news(operands.not_fused):
-            logger.warning("%s switched to the generic operator: %s", self.setting.name, operands.not_fused)
+            logger.warning("%s switched to the generic operator: %s", self.title, operands.not_fused)
         tokens = x.shape[:-1].numel()
         sizes = self.setting.rule.tile_sizes(tokens, operands.shape)
         self.most_tiles, self.most_tokens = max(self.most_tiles, len(sizes)), max(self.most_tokens, tokens)
@@ -398,7 +403,7 @@ class Installed(ForwardStandIn):
 
     def _log_untiled(self, reason: str) -> None:
         if self.is_news(reason):
-            logger.warning("%s runs untiled: %s", self.setting.name, reason)
+            logger.warning("%s runs untiled: %s", self.title, reason)
 
     fuses_norms = False
     """Whether a block that is a norm and nothing else runs by the norm's own operator."""

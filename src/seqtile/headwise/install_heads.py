@@ -318,7 +318,7 @@ def find_for(model: nn.Module, heads: Heads | None) -> tuple[list[Attention], li
     if not modules:
         states = ", ".join(states_of(model))
         none = f"no attention module, but layers with a state ({states})" if states else "no attention module"
-        seen = "; ".join(f"{module.name} ({module.class_name}): {module.why}" for module in left[:3]) or none
+        seen = "; ".join(f"{module}: {module.why}" for module in left[:3]) or none
         raise UserError(f"heads={heads!r}: no attention in {type(model).__name__} supports it ({seen}); drop heads")
     most = max(module.shape.groups for module in modules)
     if isinstance(heads, int) and heads > most:

@@ -207,10 +207,7 @@ def _choose_blocks(model: nn.Module, options: TilingOptions) -> tuple[list[Candi
             continue
         for module in left:
             if any(fnmatchcase(module.name, pattern) for pattern in unmatched):
-                raise UserError(
-                    f"{option}={unmatched!r} matches {module.name} ({module.class_name}), which cannot be tiled: "
-                    f"{module.why}"
-                )
+                raise UserError(f"{option}={unmatched!r} matches {module}, which cannot be tiled: {module.why}")
         raise UserError(_nothing(model, blocks, left, f"{option}={unmatched!r}"))
     if not chosen:
         nothing = _nothing(model, blocks, left, f"only={only!r}")
@@ -431,7 +428,7 @@ def _nothing(model: nn.Module, blocks: list[Candidate], left: list[Left], argume
         first = ", ".join(block.name for block in blocks[:3])
         others = f" and {len(blocks) - 3} more" if len(blocks) > 3 else ""
         return f"{argument} matches no block of {name}; its blocks are {first}{others}"
-    refusals = "; ".join(f"{module.name} ({module.class_name}): {module.why}" for module in left[:3])
+    refusals = "; ".join(f"{module}: {module.why}" for module in left[:3])
     classes = ", ".join(sorted({type(module).__name__ for module in model.modules()})[:12])
     return (
         f"nothing to tile in {name}: looked for {LOOKED_FOR}; found "

@@ -181,11 +181,11 @@ class Report(PrintsAsSentence):
         done = [text for text in (kernels, rows, self.heads, self.state, self.loss, self.checkpointing) if text]
         if not self.blocks and not done and self.left:
             first, others = self.left[0], len(self.left) - 1
-            done = [f"tiled nothing: {first.name} ({first.class_name}): {first.why}"]
+            done = [f"tiled nothing: {first}: {first.why}"]
             done += [f"{others} more in report.left"] if others else []
         if not self.blocks:
             return "\n".join(["; ".join([*done, *self.notes]), *self.why])
-        custom = [f"{module.name} ({module.class_name})" for module in self.left if module.custom]
+        custom = [str(module) for module in self.left if module.custom]
         if custom:
             further = f" and {len(custom) - 1} more" if custom[1:] else ""
             done.append(f"custom code left untiled: {custom[0]}{further}, see report.left")

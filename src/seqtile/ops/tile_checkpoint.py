@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -41,7 +40,9 @@ from seqtile.ops.token_tiles import Cuts, Outputs, SequenceCuts, is_differentiab
 
 Weights = Callable[[], Mapping[str, Tensor]]
 State = tuple[Tensor, ...]
-NO_TENSORS: Mapping[str, Tensor] = MappingProxyType({})
+NO_TENSORS: Mapping[str, Tensor] = {}
+"""A dict: dynamo cannot read a mapping proxy once the traced code has changed any dict."""
+
 RunWithState = Callable[[Sequence[Tensor], Mapping[str, Tensor], State], tuple[Any, State]]
 
 

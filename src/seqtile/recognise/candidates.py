@@ -101,6 +101,9 @@ class Left:
     unproven: bool = False
     custom: bool = False
 
+    def __str__(self) -> str:
+        return f"{self.name} ({self.class_name})" if self.name else self.class_name
+
 
 def find_blocks(
     model: nn.Module, *, everything: bool = False, trusted: Trusted = lambda name, module: False

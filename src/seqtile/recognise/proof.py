@@ -82,8 +82,9 @@ class Proof:
         """Why the block of this name is not tiled, and what its caller can do about it."""
         if self.refuted:
             return self.why_not
+        pattern = name or "*"  # a root module has no name
         return (
-            f"{self.why_not}; trust={name!r} tiles it if it is position-wise, and seqtile.verify compares the "
+            f"{self.why_not}; trust={pattern!r} tiles it if it is position-wise, and seqtile.verify compares the "
             "gradients of the whole model"
         )
 
