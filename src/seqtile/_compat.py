@@ -21,7 +21,7 @@ import platform
 import re
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
 
@@ -549,6 +549,15 @@ def checkpoints_in_forward(layer: nn.Module) -> bool:
     return type(layer).__call__ is nn.Module.__call__
 
 
+def kept_in_fp32(model: Any, names: Iterable[str], dtype: torch.dtype) -> set[str]:
+    """Names of weights that transformers loads in fp32 where the others are of ``dtype``."""
+    kept = {*(model._keep_in_fp32_modules_strict or ())}
+    if dtype == torch.float16:
+        kept |= {*(model._keep_in_fp32_modules or ())}
+    patterns = [pattern.replace("*", ".*") for pattern in kept]
+    return {name for name in names if any(re.search(pattern, name) for pattern in patterns)}
+
+
 def captures_nothing(hook: Any) -> bool:
     """Whether a hook is transformers' own, which captures outputs for a call that requests them, and none does now."""
     module = sys.modules.get("transformers.utils.output_capturing")
@@ -610,7 +619,7 @@ def refuses_adapter(config: Any, model_type: str, name: str) -> bool:
 
 # ---- TRL ----
 
-OVERRIDDEN = frozenset({"_get_grad_norm", "_save_checkpoint", "_get_output_dir", "_prepare_dataset"})
+OVERRIDDEN = frozenset({"_get_grad_norm", "_save", "_save_checkpoint", "_get_output_dir", "_prepare_dataset"})
 """Private methods of the trainer that :class:`seqtile.train.trainer.Trainer` overrides or calls."""
 
 _FUSED_HEAD = ("original_forward", "temperature", "cast_lm_head_to_fp32", "outputs")

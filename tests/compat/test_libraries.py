@@ -52,6 +52,20 @@ def test_a_layers_checkpoint_is_in_its_forward_or_in_its_call() -> None:
         assert len(calls) == _compat.checkpoints_in_forward(layer)
 
 
+def test_weights_that_transformers_keeps_in_fp32() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    class Model(LlamaForCausalLM):
+        _keep_in_fp32_modules_strict = ["layers.*.q_proj"]
+        _keep_in_fp32_modules = ["lm_head"]
+
+    sizes = dict(hidden_size=8, intermediate_size=12, num_hidden_layers=1, num_attention_heads=2, vocab_size=10)
+    model = Model(LlamaConfig(**sizes))
+    names, strict = [*model.state_dict()], {"model.layers.0.self_attn.q_proj.weight"}
+    assert _compat.kept_in_fp32(model, names, torch.bfloat16) == strict
+    assert _compat.kept_in_fp32(model, names, torch.float16) == strict | {"lm_head.weight"}
+
+
 def test_a_hook_that_captures_outputs_is_known_and_asked() -> None:
     if find_spec("transformers.utils.output_capturing") is None:
         pytest.skip("this transformers captures outputs without hooks")

@@ -400,6 +400,40 @@ def _load_weights(path: str, recipe: Recipe, **kwargs: Any) -> PreTrainedModel:
     return model  # type: ignore[no-any-return]
 
 
+def result_dtype(recipe: Recipe) -> Any:
+    """The dtype of the model's checkpoint, where its weights train in fp32 because the recipe names no dtype."""
+    import torch
+
+    if recipe.model == DEMO or recipe.lora is not None or recipe.dtype not in (None, "mixed"):
+        return None
+    config = load_config(recipe)
+    dtype = config.dtype or config.get_text_config().dtype
+    return dtype if dtype in (torch.bfloat16, torch.float16) else None
+
+
+def repair_generation(model: Any, name: str) -> str:
+    """Unset what generation ignores in the model's ``generation_config``: Transformers reads it, but does not write it.
+
+    Returns:
+        What was unset, in a sentence; "" if nothing.
+    """
+    config = getattr(model, "generation_config", None)
+    if config is None:
+        return ""
+    try:
+        config.validate(strict=True)
+    except ValueError as error:
+        ignored = re.findall(r"^- `(\w+)`", str(error), re.MULTILINE)
+        for key in ignored:
+            setattr(config, key, None)
+        if ignored:
+            return (
+                f"generation_config.json of {name!r} sets {', '.join(ignored)}, which generation ignores and "
+                "Transformers does not save; the trained model is saved without"
+            )
+    return ""
+
+
 def weights_dtype(recipe: Recipe) -> Any:
     """Weights in fp32, which train with bf16 products on an accelerator; a frozen base in bf16 there."""
     import torch

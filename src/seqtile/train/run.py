@@ -240,6 +240,8 @@ def _build(recipe: Recipe, output: Path, start: Path | None, display: Display) -
         check_split,
         freeze_unread,
         load_model,
+        repair_generation,
+        result_dtype,
         tile,
         tile_head,
         use_liger,
@@ -255,6 +257,8 @@ def _build(recipe: Recipe, output: Path, start: Path | None, display: Display) -
     arguments, sets, stream = data.arguments, data.sets, data.stream
     display.stage(f"loading the weights of {recipe.model}")
     model, tokenizer = load_model(recipe)
+    if recipe.lora is None and (repaired := repair_generation(model, recipe.model)):
+        logger.warning(repaired)
     frozen = freeze_unread(model)
     if frozen:
         logger.warning("frozen, because no text reaches them: %s", ", ".join(frozen))
@@ -275,6 +279,7 @@ def _build(recipe: Recipe, output: Path, start: Path | None, display: Display) -
     prepare_on_cpu(recipe)
     display.stage(f"reading {recipe.dataset}" if stream else f"tokenizing {len(sets['train'].rows):,} rows")
     trainer = _trainer(model, data, tokenizer, adapter_config(recipe.lora, model, frozen))
+    trainer.result_dtype = result_dtype(recipe)
     if stream is not None:
         logger.info("data: streaming, in the dataset's order%s", sets["train"].row_format.advice)
     for name, summary in trainer.data.items():

@@ -51,12 +51,15 @@ FSDP_SHARDS = "pytorch_model_fsdp_0"
 
 RUNS = Path("runs")
 SET_ASIDE = "set-aside-"
+SAVE_TRIAL = "save-trial-"
+"""Begin of the name of a directory that lives for a moment before the first step."""
+
 RESULT = ("*.safetensors", "*.safetensors.index.json", "*.bin", "config.json", "adapter_config.json", "tokenizer*")
 """Files of the trained model, which lie beside the checkpoints and the report."""
 
 LEFT_BY_A_RUN = (
-    "checkpoint-*", f"{SET_ASIDE}*", "report", "*.safetensors", "*.safetensors.index.json", "*.bin", "*.json",
-    "*.jinja", "*.txt", "README.md", "metrics.jsonl", RECIPE_FILE,
+    "checkpoint-*", f"{SET_ASIDE}*", f"{SAVE_TRIAL}*", "report", "*.safetensors", "*.safetensors.index.json", "*.bin",
+    "*.json", "*.jinja", "*.txt", "README.md", "metrics.jsonl", RECIPE_FILE,
 )  # fmt: skip
 """Files that ``--overwrite`` removes; the recipe, which allows it, last."""
 

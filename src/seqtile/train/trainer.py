@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import tempfile
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -15,7 +16,8 @@ from datasets import IterableDataset
 from transformers import TrainerCallback
 from trl import SFTTrainer  # type: ignore[attr-defined]
 
-from seqtile._errors import RunError, UserError
+from seqtile._compat import kept_in_fp32
+from seqtile._errors import RunError, UserError, in_its_words, is_ours
 from seqtile._log import first_rank_logger
 from seqtile.install.runs import what_ran
 from seqtile.ops.lm_loss.kept_tokens import IGNORED
@@ -29,6 +31,8 @@ from seqtile.train.run_directory import (
     FSDP_SHARDS,
     MARK,
     RESULT,
+    SAVE_TRIAL,
+    TRAINER_STATE,
     CheckpointMark,
     newest_whole,
     rotate,
@@ -90,6 +94,7 @@ class Trainer(SFTTrainer, _SplitLoss):
         step: tracks the step, and repeats one that ran out of memory; None does neither.
         running_tokens: tokens of the micro-batch that was begun last, on this rank.
         data: what each data set is, ``"train"`` and ``"eval"``, in numbers.
+        result_dtype: of the result's weights; None keeps the dtype in which they were trained.
 
     Args:
         rows: to train and evaluate on, and the arguments that go with them.
@@ -117,6 +122,8 @@ class Trainer(SFTTrainer, _SplitLoss):
         self.all_done = False
         self.step: StepWatch | None = None
         self.running_tokens = 0
+        self.result_dtype: torch.dtype | None = None
+        self._saves_result = False
         # Transformers counts incomplete checkpoints, and deletes old ones before the new one is complete.
         self._limit, self.args.save_total_limit = self.args.save_total_limit, None
         self._saved_step = -1
@@ -208,12 +215,60 @@ class Trainer(SFTTrainer, _SplitLoss):
         finally:
             del model.should_save_on_this_rank
 
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """The result in ``result_dtype``, cast on the host, but for weights that Transformers keeps in fp32."""
+        dtype = self.result_dtype if self._saves_result else None
+        if dtype is None or not self.args.should_save:
+            super()._save(output_dir, state_dict)
+            return
+        model: Any = causal_model(self.model)
+        weights = model.state_dict() if state_dict is None else state_dict
+        as_trained, copies, result = kept_in_fp32(model, weights, dtype), dict[Any, torch.Tensor](), dict[str, Any]()
+        for name, weight in weights.items():
+            result[name] = weight
+            if weight.is_floating_point() and name not in as_trained:
+                place = weight.untyped_storage().data_ptr(), weight.storage_offset(), weight.shape
+                if place not in copies:  # tied weights stay tied
+                    copies[place] = weight.to("cpu", dtype)
+                result[name] = copies[place]
+        super()._save(output_dir, result)
+        config = copy.deepcopy(model.config)
+        for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
+            if part is not None:
+                part.dtype = dtype
+        config.save_pretrained(output_dir)  # Transformers has written the dtype of the weights that were trained
+
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Called by TRL at each checkpoint, and at the end."""
+        self._write_card(Path(str(self.args.output_dir)))
+
+    def _write_card(self, folder: Path) -> None:
         if self.step is not None and self.is_world_process_zero():
             tiling, model = self.step.tiling, cast("torch.nn.Module", self.model)
             tiled = "none" if tiling is None else f"{tiling}; {what_ran(model)}"
-            write_card(Path(str(self.args.output_dir)), self.step.recipe, self.state, self.data, tiled)
+            write_card(folder, self.step.recipe, self.state, self.data, tiled)
+
+    def try_saving(self) -> None:
+        """Write once, without weights, what is saved at the end, and remove it.
+
+        Raises:
+            UserError: something of it cannot be written, which would end the run after its last step.
+        """
+        if not self.args.should_save:
+            return
+        try:
+            with tempfile.TemporaryDirectory(prefix=SAVE_TRIAL, dir=self.args.output_dir) as folder:
+                self._save(folder, state_dict={})
+                self.state.save_to_json(str(Path(folder) / TRAINER_STATE))
+                self._write_card(Path(folder))
+        except OSError:
+            raise  # of the disk
+        except Exception as error:
+            if is_ours(error):
+                raise
+            raise UserError(
+                f"the trained model could not be saved: {in_its_words(error)}; fix the file of the model that it names"
+            ) from error
 
     def train_all(self, resume_from: Path | None) -> None:
         """Train, from ``resume_from`` on if there is one."""
@@ -234,7 +289,17 @@ class Trainer(SFTTrainer, _SplitLoss):
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
             (output / MARK).unlink(missing_ok=True)
-        self.save_model(str(output))
+        self._saves_result = True
+        try:
+            self.save_model(str(output))
+        finally:
+            self._saves_result = False
+        if self.result_dtype is not None:
+            dtype = str(self.result_dtype).removeprefix("torch.")
+            logger.info(
+                "saved the weights in %s, as the model's checkpoint has them; checkpoint-%d has them in float32, and "
+                "'dtype: float32' saves them so", dtype, self.state.global_step,
+            )  # fmt: skip
         self.create_model_card()  # replaces PEFT's, which only describes the adapters
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
@@ -397,6 +462,7 @@ class _Checks(TrainerCallback):
         state.compute_steps(args, state.max_steps)
         if self.trainer.all_done:
             raise _NothingToTrain
+        self.trainer.try_saving()
         if state.global_step == 0:
             self.trainer.begin()
 
