@@ -2,6 +2,7 @@
 
     python benchmarks/step.py --quick --out DIR        # within four minutes on one H100: faults, then figures
     python benchmarks/step.py --minutes 9              # every setting; goes on where it was ended
+    python benchmarks/step.py --parts steps --layers 32 --methods seqtile seqtile+weights    # a whole model
     python benchmarks/step.py --device cpu --smoke     # tiny, to see that it runs
 
 Steps (forward, backward, clipping, AdamW) of Llama-8B's shape with 2 and 4 layers, so that the time of a layer and of
@@ -43,9 +44,9 @@ OURS = ("seqtile", *(f"seqtile+{settings}" for settings in (
     "attention-saved", "liger", "attention-saved+liger", "offload", "heads+offload", "weights", "offload-weights",
 )))  # fmt: skip
 PEERS = tuple(name for name in STEP_METHODS if name != "seqtile")
-QUICK = ("transformers", "liger", "liger-tiled", "liger-nightly", "seqtile", "seqtile+attention-saved",
-         "seqtile+attention-saved+liger", "seqtile+weights")  # fmt: skip
+QUICK = ("liger", "liger-tiled", "seqtile", "seqtile+attention-saved", "seqtile+attention-saved+liger")
 LAYERS = (2, 4)
+PARTS = ("gradients", "steps", "machine", "loss")
 LORA = 16
 TINY = Path(__file__).parent / "data" / "tiny-llama"
 STEPS, GRADIENTS, READY = (f"{__file__}:{name}" for name in ("measure_steps", "compare_gradients", "get_ready"))
@@ -58,6 +59,8 @@ def main() -> int:
     options.add_argument("--methods", nargs="+", help="names of methods.py; default: all")
     options.add_argument("--tokens", type=int, nargs="+", help="default: 32768 131072 8192")
     options.add_argument("--train", nargs="+", choices=("lora", "full"), default=["lora", "full"])
+    options.add_argument("--layers", type=int, nargs="+", default=LAYERS, help="two, or one; default: 2 4")
+    options.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     options.add_argument("--rounds", type=int, default=2, help="turns of each method")
     options.add_argument("--device", help="leave it out for the accelerator")
     options.add_argument("--smoke", action="store_true", help="tiny shapes, to see that it runs")
@@ -87,17 +90,21 @@ def run(flags: argparse.Namespace) -> None:
     try:
         with ThreadPoolExecutor(len(workers)) as pool:  # they import side by side, and only then take turns
             list(pool.map(lambda worker: worker.run(READY, {}, timeout_s=suite.left), workers.values()))
-        for train in flags.train:
-            key = {**base, "lora": LORA if train == "lora" else 0, "layers": 2, "tokens": min(16 * K, lengths[0])}
+        for train in flags.train if "gradients" in flags.parts else ():
+            key = {**base, "lora": LORA if train == "lora" else 0, "layers": flags.layers[0]}
+            key["tokens"] = min(16 * K, lengths[0])
             for method in methods if train == "lora" else without_frozen(methods):
                 _measure(suite, workers[method], GRADIENTS, f"gradients, {train}", {**key, "method": method})
-        scale = 64 if flags.smoke else 1
-        ceilings = _measure(suite, suite.worker, machine.JOB, "machine", {"device": device, "scale": scale})
-        _losses(suite, device, flags.smoke)
-        for tokens in lengths:
-            _take_turns(suite, workers, base, flags.train, tokens, flags.rounds)
-            for train in flags.train:
-                print(table(suite.rows, train, tokens, ceilings), flush=True)
+        for tokens in lengths if "steps" in flags.parts else ():
+            _take_turns(suite, workers, base, flags.train, tokens, flags.layers, flags.rounds)
+        ceilings: Row = {}
+        if "machine" in flags.parts:
+            key = {"device": device, "scale": 64 if flags.smoke else 1}
+            ceilings = _measure(suite, suite.worker, machine.JOB, "machine", key)
+        if "loss" in flags.parts:
+            _losses(suite, device, flags.smoke)
+        for tokens, train in itertools.product(lengths if "steps" in flags.parts else (), flags.train):
+            print(table(suite.rows, train, tokens, flags.layers, ceilings), flush=True)
     finally:
         for worker in workers.values():
             worker.close()
@@ -118,13 +125,19 @@ def _measure(suite: Suite, worker: Worker, job: str, part: str, key: Row) -> Row
 
 
 def _take_turns(
-    suite: Suite, workers: dict[str, Worker], base: Row, trains: Sequence[str], tokens: int, rounds: int
+    suite: Suite,
+    workers: dict[str, Worker],
+    base: Row,
+    trains: Sequence[str],
+    tokens: int,
+    depths: Sequence[int],
+    rounds: int,
 ) -> None:
     """Steps of each method one after another, and again; what failed once is not tried again."""
     failed = {("full", method) for method in workers} - {("full", method) for method in without_frozen(workers)}
     for turn in range(rounds):
         for train, (method, worker) in itertools.product(trains, workers.items()):
-            for layers in () if (train, method) in failed else LAYERS:
+            for layers in () if (train, method) in failed else depths:
                 key = {**base, "lora": LORA if train == "lora" else 0, "layers": layers, "tokens": tokens}
                 row = _measure(suite, worker, STEPS, f"steps, {train}", {**key, "method": method, "turn": turn})
                 if "error" in row:
@@ -223,15 +236,17 @@ def _build(arguments: dict[str, Any]) -> tuple[Any, dict[str, Tensor], str]:
     return model, {"input_ids": ids, "labels": ids}, ran
 
 
-def table(rows: Sequence[Row], train: str, tokens: int, ceilings: Row) -> str:
-    """One setting: medians of all turns."""
-    lines = [
-        "", f"Steps, {train}, {tokens:,} tokens:", "",
-        "| method | ms a layer | ms of the rest | floor of a layer, of the rest | peak GiB | tokens/s, all layers | "
-        "gradient difference |",
-        "|---|---|---|---|---|---|---|",
+def table(rows: Sequence[Row], train: str, tokens: int, depths: Sequence[int], ceilings: Row) -> str:
+    """One setting, medians of all turns: of two depths the time of a layer and of the rest, of one the whole step."""
+    split = len(depths) > 1
+    columns = ("ms a layer", "ms of the rest", "floor of a layer, of the rest") if split else ("ms",)
+    columns = ("method", *columns, "peak GiB", "tokens/s, all layers" if split else "tokens/s", "gradient difference")
+    title = f"Steps, {train}, {tokens:,} tokens, {' and '.join(map(str, depths))} layers:"
+    lines = ["", title, "", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    turns = [
+        row for row in rows
+        if row["kind"] == f"steps, {train}" and row["tokens"] == tokens and row["layers"] in depths
     ]  # fmt: skip
-    turns = [row for row in rows if row["kind"] == f"steps, {train}" and row["tokens"] == tokens]
     off = {
         row["method"]: f"{row['gradient_difference']:.1e}"
         for row in rows if row["kind"] == f"gradients, {train}" and "gradient_difference" in row
@@ -241,18 +256,21 @@ def table(rows: Sequence[Row], train: str, tokens: int, ceilings: Row) -> str:
         error = next((row["error"] for row in method_turns if "error" in row), None)
         times = [
             [ms for row in method_turns if row["layers"] == layers for ms in row.get("step_ms", ())]
-            for layers in LAYERS
+            for layers in depths
         ]
         if error is not None or not all(times):
-            lines.append(f"| {method} | {error or 'not measured'} | | | | | |")
+            lines.append(f"| {method} | {error or 'not measured'} |" + " |" * (len(columns) - 2))
             continue
-        fewer, more = map(statistics.median, times)
-        layer = (more - fewer) / (LAYERS[1] - LAYERS[0])
-        outside = fewer - LAYERS[0] * layer
-        speed = tokens / (outside + method_turns[0]["layers_of_model"] * layer) * 1e3
+        whole = statistics.median(times[0])
+        cells = [f"{whole:,.1f}"]
+        if split:
+            layer = (statistics.median(times[1]) - whole) / (depths[1] - depths[0])
+            outside = whole - depths[0] * layer
+            whole = outside + method_turns[0]["layers_of_model"] * layer
+            cells = [f"{layer:,.1f}", f"{outside:,.1f}", _floor(method_turns[0], ceilings)]
         peak = max(row["peak_gib"] for row in method_turns)
-        lines.append(f"| {method} | {layer:,.1f} | {outside:,.1f} | {_floor(method_turns[0], ceilings)} | {peak:.2f} | "
-                     f"{speed:,.0f} | {off.get(method, '')} |")  # fmt: skip
+        cells = [method, *cells, f"{peak:.2f}", f"{1e3 * tokens / whole:,.0f}", off.get(method, "")]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

@@ -44,9 +44,10 @@ def test_the_table_takes_layers_and_the_rest_apart() -> None:
         {**base, "method": "peer", "layers": 2, "error": "out of memory"},
         {"kind": "gradients, lora", "method": "ours", "gradient_difference": 0.002},
     ]
-    text = table(rows, "lora", 1000, {})
+    text = table(rows, "lora", 1000, (2, 4), {})
     assert "| ours | 10.0 | 32.0 |  | 1.00 | 7,576 | 2.0e-03 |" in text  # 1000 tokens in 32 + 10 * 10 ms
     assert "| peer | out of memory |" in text
+    assert "| ours | 52.0 | 1.00 | 19,231 | 2.0e-03 |" in table(rows, "lora", 1000, (2,), {})
 
 
 @pytest.mark.slow

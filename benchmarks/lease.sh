@@ -1,0 +1,56 @@
+#!/usr/bin/env bash
+# What a few minutes on a lent accelerator are for: faults first, then figures, each part under a time limit.
+#
+#   benchmarks/lease.sh faults steps                  # these parts, about four minutes on one H100
+#   WHEELS=wheels OUT=out benchmarks/lease.sh weights # a bare machine without network: packages from a folder of wheels
+#   benchmarks/lease.sh --smoke                       # every part, tiny, on the CPU
+#
+# The output of a part goes into OUT/PART.txt, the rows of all figures into one OUT/step-*.jsonl. A second run with the same
+# OUT goes on with what is missing.
+set -u
+cd "$(dirname "$0")/.."
+out=${OUT:-runs/lease}
+python=${PYTHON:-python3}
+mkdir -p "$out"
+
+export PYTHONPATH=$PWD/src${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 TRANSFORMERS_VERBOSITY=error
+export TORCHINDUCTOR_COMPILE_THREADS=4 # of each process, and the tests are nine
+if [ -n "${WHEELS:-}" ]; then
+    packages=$(mktemp -d)
+    "$python" -m pip install --quiet --no-index --no-deps --no-compile --target "$packages" "$WHEELS"/*.whl || exit
+    export PYTHONPATH=$PYTHONPATH:$packages
+fi
+
+device=cuda tests=() smoke=() layers=32 short=32768 long=131072
+if [ "${1:-}" = --smoke ]; then
+    shift
+    device=cpu tests=(--parts "steps, peers") smoke=(--device cpu --smoke) layers=2 short=256 long=512
+fi
+parts=${*:-faults steps weights long}
+
+part() { # NAME SECONDS COMMAND...
+    local name=$1 seconds=$2 start=$SECONDS code=0
+    shift 2
+    [[ " $parts " == *" $name "* ]] || return 0
+    timeout "$seconds" "$@" >"$out/$name.txt" 2>&1 || code=$?
+    echo "$name: exit code $code after $((SECONDS - start)) s" | tee -a "$out/$name.txt"
+}
+
+figures() { # NAME SECONDS ARGUMENTS...
+    local name=$1 seconds=$2
+    shift 2
+    part "$name" "$seconds" "$python" benchmarks/step.py "${smoke[@]}" --out "$out" --rounds 1 "$@"
+}
+
+part faults 115 "$python" tests/on_device.py --device "$device" --seconds 105 --out "$out/faults" "${tests[@]}"
+figures steps 160 --quick --minutes 2.3
+figures weights 110 --minutes 1.6 --parts gradients steps --layers "$layers" --tokens "$short" --train lora \
+    --methods seqtile+attention-saved seqtile+attention-saved+weights seqtile+attention-saved+offload-weights
+figures long 160 --minutes 2.5 --parts steps --layers "$layers" --tokens "$long" --train lora \
+    --methods seqtile+attention-saved+offload
+
+for name in $parts; do
+    printf '\n== %s ==\n' "$name"
+    # Of the tests a line a part and each failure, of the figures the tables.
+    grep -E '^\||^Steps|FAILED|ERROR|parts|exit code|[0-9] (passed|failed)' "$out/$name.txt"
+done
