@@ -138,7 +138,7 @@ def test_token_ids_that_the_model_does_not_have(place: Path, model: Path, token:
     rows: list[dict[str, Any]] = [{"input_ids": [1, 2, 3]}] * 3 + [{"input_ids": [1, token, 3]}]
     tiny_run.write_jsonl(place / "rows.jsonl", rows)
     sentence = refused(place, capsys, recipe(place, model))
-    assert f"has token id {token}, but the model's vocabulary is 0 to 256; tokenize it" in sentence
+    assert f"row 4: token id {token}, but the model's vocabulary is 0 to 256; tokenize" in sentence
 
 
 def test_overwrite_leaves_a_directory_that_is_no_runs_own(place: Path, model: Path, capsys):

@@ -36,7 +36,7 @@ def stream(path: Path, *, skip: bool = False) -> Stream:
         ([GOOD, {"text": None}], "row 2: 'text' is null; fix it, or skip such rows with --skip-bad-rows"),
         ([GOOD, GOOD, {"text": " "}], "row 3: 'text' is empty; fix it"),
         ([GOOD, {"other": 1}], "row 2: 'text' is null"),
-        ([GOOD, '{"text": "a'], "cannot read"),
+        ([GOOD, '{"text": "a'], "rows.jsonl', line 2: Unterminated string"),
         ([CHAT, {"messages": []}], "row 2: 'messages' holds no text"),
         ([CHAT, {"messages": [{"role": "user", "content": "a"}]}], "row 2: 'messages' has a prompt only"),
         ([{"input_ids": [1, 2]}, {"input_ids": []}], "row 2: 'input_ids' is empty"),
@@ -54,7 +54,7 @@ def test_a_bad_row_stops_the_run_when_it_comes(tmp_path: Path, rows: list[Any], 
         opened.vocabulary = 9
         [*opened.rows()]
     assert words in str(told.value) and "\n" not in str(told.value)
-    assert opened is None or "cannot read" in words or opened.summary.rows == len(rows)
+    assert opened is None or "line 2" in words or opened.summary.rows == len(rows)
 
 
 def test_bad_rows_are_left_out_and_counted_once(tmp_path: Path):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from seqtile.train.data_summary import DataSummary
 from seqtile.train.read_data import check_rows
 from seqtile.train.recipe import build_recipe
 from seqtile.train.run import train
+from seqtile.train.stream import Stream
 
 GOOD = {"text": "the cat sees the house."}
 ASK, ANSWER = {"role": "user", "content": "who?"}, {"role": "assistant", "content": "the cat."}
@@ -97,11 +100,38 @@ def test_a_bad_row_of_several_files_is_named_with_its_file(tmp_path: Path) -> No
             checked(folder)
 
 
+ROW = b'{"text": "tea"}\n'
+BROKEN: list[tuple[str, bytes, str]] = [
+    ("rows.jsonl", ROW + b'{"text": \n' + ROW, "line 2: Expecting value"),
+    ("rows.jsonl", ROW * 3 + b'{"text": "a\n' + ROW, "line 4: Unterminated string"),
+    ("rows.jsonl", ROW + b"\n\n" + b'{"text": "a"', "line 4: Expecting ','"),
+    ("rows.jsonl", ROW + b'{"text": "a"} x\n', "line 2: Extra data at character 15"),
+    ("rows.jsonl", ROW + b'["a"]\n', "line 2: expected an object"),
+    ("rows.jsonl", ROW + b'{"text": "a", "text": "b"}\n', "line 2: 'text' is there twice"),
+    ("rows.jsonl", b"<html>\n", "line 1: Expecting value"),
+    ("rows.jsonl", '{"text": "tea"}\n{"text": "caf\u00e9"}\n'.encode("latin-1"), "line 2: byte 0xe9 is not UTF-8"),
+    ("rows.json", b'[{"text": "a"},\n{"text": "b"\n]', "line 3: Expecting ','"),
+    ("rows.jsonl.gz", gzip.compress(ROW * 2 + b'{"text": \n'), "line 3: Expecting value"),
+]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(("name", "content", "words"), BROKEN, ids=range(len(BROKEN)))
+def test_a_broken_line_is_named(tmp_path: Path, name: str, content: bytes, words: str, streaming: bool) -> None:
+    """Lines are counted from 1, as an editor does, in the second of two files too."""
+    good = tmp_path / f"a.{name.partition('.')[2]}"
+    good.write_bytes(
+        ROW if name.endswith("jsonl") else gzip.compress(ROW) if name.endswith("gz") else b"[" + ROW + b"]"
+    )
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError) as refused:
+        [*Stream(load_rows(str(tmp_path), streaming=True)).rows()] if streaming else load_rows(str(tmp_path))
+    assert f"{tmp_path / name}', {words}" in str(refused.value) and "\n" not in str(refused.value)
+
+
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("rows.jsonl", b'{"text": "a"}\n{"text": \n', "JSON parse error"),
-        ("rows.jsonl", '{"text": "tea"}\n{"text": "caf\u00e9"}\n'.encode("latin-1"), "UTF8"),
         ("rows.csv", "text\ntea\ncaf\u00e9\n".encode("latin-1"), "'utf-8' codec"),
         ("rows.csv", b'text\n"tea"\n"never closed\nmilk\n', "EOF inside string"),
         ("rows.jsonl", b"", "has no rows"),
@@ -112,6 +142,47 @@ def test_a_file_that_cannot_be_read_is_one_sentence(tmp_path: Path, name: str, c
     with pytest.raises(UserError) as refused:
         load_rows(str(tmp_path / name))
     assert words in str(refused.value) and name in str(refused.value) and "\n" not in str(refused.value)
+
+
+NEW = "<new>"
+NEW_TOKEN: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
+    "text": ([GOOD, GOOD, {"text": f"the {NEW} cat"}], {}),
+    "a chat": ([CHAT, CHAT, {"messages": [ASK, {"role": "assistant", "content": NEW}]}], {}),
+    "a pair": ([PAIR, PAIR, {"prompt": NEW, "completion": "the cat."}], {}),
+    "after a row that is left out": ([GOOD, {"text": ""}, {"text": NEW}], {"skip_bad_rows": True}),
+    "packed": ([GOOD, GOOD, {"text": NEW}], {"packing": "bfd"}),
+    "beyond the cut": ([GOOD, GOOD, {"text": "the cat " * 20 + NEW}], {}),
+    "adapters": ([GOOD, GOOD, {"text": NEW}], {"lora": {"r": 2, "target_modules": ["q_proj", "embed_tokens"]}}),
+    "a stream": ([GOOD, GOOD, {"text": NEW}], {"streaming": True}),
+}
+
+
+@pytest.mark.parametrize("kind", ["train", "eval"])
+@pytest.mark.parametrize("case", NEW_TOKEN)
+def test_a_token_without_an_embedding_is_refused_before_the_first_step(
+    model: Path, tmp_path: Path, case: str, kind: str
+) -> None:
+    """A token was added to the tokenizer, and the model was not resized; one row of the last has it."""
+    from transformers import AutoTokenizer
+
+    own = Path(shutil.copytree(model, tmp_path / "model"))
+    tokenizer = AutoTokenizer.from_pretrained(own)
+    tokenizer.add_tokens([NEW])
+    tokenizer.save_pretrained(own)
+    rows, values = NEW_TOKEN[case]
+    bad = tiny_run.write_jsonl(tmp_path / "bad.jsonl", rows)
+    sets = {"dataset": str(bad)}
+    if kind == "eval":
+        values = {key: value for key, value in values.items() if key not in ("streaming", "skip_bad_rows")}
+        rows = [row for row in rows if row != {"text": ""}]
+        bad = tiny_run.write_jsonl(tmp_path / "bad.jsonl", [rows[0], *rows])
+        sets = {"dataset": str(tiny_run.write_jsonl(tmp_path / "good.jsonl", rows[:1])), "eval_dataset": str(bad)}
+    defaults = dict(max_length=64, steps=3, batch_size=3, report=False, tile=16)
+    recipe, _ = build_recipe({**defaults, "model": str(own), "output": str(tmp_path / "out"), **sets, **values}, {})
+    number = len(bad.read_text().splitlines())
+    with pytest.raises(UserError, match=rf"row {number}: .*token id 257 \('<new>'\).*resize_token_embeddings"):
+        train(recipe)
+    assert values.get("streaming") or not (tmp_path / "out").exists()
 
 
 def test_csv_has_columns_of_text_and_is_no_prose(tmp_path: Path) -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import json
+import lzma
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -104,7 +108,10 @@ def load_rows(dataset: str, *, key: str = "dataset_split", split: str = "train",
     except UserError:
         raise
     except Exception as error:  # the readers and the Hub's client raise many unrelated types
-        raise UserError(f"cannot read {dataset!r} ({key} {split!r}): {reason_of(error)}") from error
+        files = _find_files(path, key, split) if path.exists() else ()
+        raise UserError(
+            find_broken_line(files) or f"cannot read {dataset!r} ({key} {split!r}): {reason_of(error)}"
+        ) from error
     if streaming and loaded.documents:
         raise UserError(f"dataset {dataset!r} consists of text files, which cannot be streamed; drop --streaming")
     if not streaming and len(loaded.rows) == 0:
@@ -123,28 +130,6 @@ def check_path(dataset: str) -> None:
         raise UserError(f"dataset {dataset!r} does not exist; expected a file, a directory or a Hub id")
 
 
-def check_ids(rows: Dataset, vocabulary: int, dataset: str) -> None:
-    """Refuse rows that came tokenised with ids that the model does not have; on some devices they would only crash.
-
-    Cost: one pass over the ids, about a second per 10**9 of them.
-
-    Raises:
-        UserError: with the first such id.
-    """
-    from pyarrow import compute  # type: ignore[import-untyped]
-
-    if "input_ids" not in rows.column_names:
-        return
-    for table in rows.select_columns(["input_ids"]).with_format("arrow").iter(batch_size=1000):
-        bounds = compute.min_max(table["input_ids"].combine_chunks().flatten()).as_py()
-        for token in (bounds["min"], bounds["max"]):
-            if token is not None and not 0 <= token < vocabulary:
-                raise UserError(
-                    f"dataset {dataset!r} has token id {token}, but the model's vocabulary is 0 to "
-                    f"{vocabulary - 1}; tokenize it with this model's tokenizer"
-                )
-
-
 def processes_for(rows: int) -> int | None:
     """Processes to go through so many rows with, as ``Dataset.map`` takes them; None is this one alone."""
     count = min(cpu_cores(), rows // ROWS_PER_PROCESS)
@@ -155,6 +140,52 @@ def reason_of(error: BaseException) -> str:
     """Describe a library's error in one line."""
     text = str(error.__cause__ or error).split("\nExample")[0]
     return " ".join(text.split())[:600] or type(error).__name__
+
+
+def find_broken_line(files: Iterable[Path]) -> str:
+    """The first line of JSON files that is no row, numbered from 1, and what is wrong with it; "" where all are rows.
+
+    PyArrow counts from 0, inside a block of lines, and takes a cut line for a wrong encoding.
+    """
+    openers: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+    for file in files:
+        suffix = file.suffix.lower()
+        if _builder(file) != "json" or (suffix in COMPRESSIONS and suffix not in openers):
+            continue
+        with openers.get(suffix, open)(file, "rb") as lines:
+            is_first = True
+            for number, line in enumerate(lines, 1):
+                text = line.removeprefix(b"\xef\xbb\xbf") if is_first else line
+                if not text.strip():
+                    continue
+                is_list = is_first and text.lstrip().startswith(b"[")
+                content = text + lines.read() if is_list else text.rstrip(b"\r\n")
+                broken, problem = _why_no_rows(content, number, list if is_list else dict)
+                if problem:
+                    return f"file {str(file)!r}, line {broken}: {problem}; fix it, or remove the line"
+                is_first = False
+    return ""
+
+
+def _why_no_rows(content: bytes, line: int, kind: type) -> tuple[int, str]:
+    """The number of the line that is wrong, of a text that begins at ``line``, and what is wrong."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        names = [name for name, _ in pairs]
+        for name in names if len(set(names)) < len(names) else ():
+            if names.count(name) > 1:
+                raise ValueError(f"{name!r} is there twice")
+        return dict(pairs)
+
+    try:
+        rows = json.loads(content, object_pairs_hook=unique)
+    except json.JSONDecodeError as error:
+        return line + error.lineno - 1, f"{error.msg.removesuffix(' at')} at character {error.colno}"
+    except UnicodeDecodeError as error:
+        return line + content.count(b"\n", 0, error.start), f"byte {content[error.start]:#x} is not UTF-8"
+    except ValueError as error:
+        return line, str(error)
+    return line, "" if isinstance(rows, kind) else f"expected an object with the columns of a row, got {rows!r:.40}"
 
 
 def _load_saved(path: Path, key: str, split: str, streaming: bool) -> Any:

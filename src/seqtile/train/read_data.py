@@ -137,7 +137,7 @@ def check_rows(source: Loaded, *, text_field: str = "text", skip: bool = False, 
     sampled = [index for index in source.sample() if not problems[index]] or good[:1]
     left_out = dict(Counter(problem for problem in problems if problem))
     rows = results.select(good) if left_out else results
-    return RowSet(source, rows, row_format, results.select(sampled), sampled, left_out)
+    return RowSet(source, rows, row_format, results.select(sampled), sampled, left_out, good if left_out else None)
 
 
 def _read_rows(batch: Mapping[str, Sequence[Any]], row_format: RowFormat, version: str) -> dict[str, list[Any]]:

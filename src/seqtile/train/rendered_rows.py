@@ -60,6 +60,7 @@ class RowSet:
         sample_rows: some of each file.
         sampled: the number of each of these in the source.
         left_out: how many rows were left out, by what is wrong with them.
+        numbers: of each row of ``rows`` in the source; None where they are the same.
         sample: ``sample_rows`` as they will be trained.
     """
 
@@ -69,6 +70,7 @@ class RowSet:
     sample_rows: Dataset
     sampled: Sequence[int]
     left_out: dict[str, int] = field(default_factory=dict)
+    numbers: Sequence[int] | None = None
     sample: list[Tokens] = field(default_factory=list)
 
 
@@ -123,6 +125,48 @@ def check_rendered(row_set: RowSet, tokenizer: Any, arguments: Any) -> list[Toke
         first = source.place(row_set.sampled[numbers[0]])
         logger.warning("dataset %s, %s: %s (%d of %d rows checked)", dataset, first, note, len(numbers), len(sample))
     return sample
+
+
+def check_ids(tokenised: Dataset, row_set: RowSet, vocabulary: int, tokenizer: Any) -> None:
+    """Refuse token ids that the model has no embedding for; on some devices they would only crash, in their step.
+
+    Cost: one pass over the ids, about a second per 10**9 of them.
+
+    Args:
+        tokenised: ``row_set.rows``, tokenised and not yet cut.
+        row_set: where they are from.
+        vocabulary: rows of the model's embedding.
+        tokenizer: that made the ids, unless the rows came with them.
+
+    Raises:
+        UserError: with the first such id, its row and the cure.
+    """
+    from pyarrow import compute  # type: ignore[import-untyped]
+
+    start = 0
+    for table in tokenised.select_columns(["input_ids"]).with_format("arrow").iter(batch_size=1000):
+        ids = table["input_ids"].combine_chunks()
+        bounds = compute.min_max(ids.flatten()).as_py()
+        for token in (bounds["min"], bounds["max"]):
+            if token is not None and not 0 <= token < vocabulary:
+                index = start + next(index for index, row in enumerate(ids.to_pylist()) if token in row)
+                number = index if row_set.numbers is None else row_set.numbers[index]
+                raise UserError(
+                    f"dataset {row_set.source.dataset!r}, {row_set.source.place(number)}: "
+                    + no_embedding(token, vocabulary, None if "input_ids" in row_set.rows.column_names else tokenizer)
+                )
+        start += len(ids)
+
+
+def no_embedding(token: int, vocabulary: int, tokenizer: Any) -> str:
+    """Describe a token id without an embedding, and the cure; without a tokenizer the ids are the dataset's own."""
+    limit = f"but the model's vocabulary is 0 to {vocabulary - 1}"
+    if tokenizer is None:
+        return f"token id {token}, {limit}; tokenize the dataset with this model's tokenizer"
+    return (
+        f"the tokenizer gives token id {token} ({tokenizer.convert_ids_to_tokens(token)!r}), {limit}; save the model "
+        "after model.resize_token_embeddings(len(tokenizer)), or use the tokenizer that came with it"
+    )
 
 
 def trained_tokenizer(tokenizer: Any, settings: Mapping[str, Any]) -> Any:

@@ -233,7 +233,6 @@ def _build(recipe: Recipe, output: Path, start: Path | None, display: Display) -
     """Data, model, tiling and trainer; each refuses bad input before the next, slower one starts."""
     from seqtile.lm_loss.tiled_loss import find_causal_lms
     from seqtile.train.arguments import adapter_config
-    from seqtile.train.data import check_ids
     from seqtile.train.load import (
         causal_model,
         check_checkpoints,
@@ -264,12 +263,6 @@ def _build(recipe: Recipe, output: Path, start: Path | None, display: Display) -
         logger.warning("frozen, because no text reaches them: %s", ", ".join(frozen))
     check_packing(model, arguments)
     check_checkpoints(model, arguments)
-    embeddings: Any = model.get_input_embeddings()
-    for name, row_set in sets.items():
-        if stream is not None and name == "train":
-            stream.vocabulary = embeddings.num_embeddings
-        else:
-            check_ids(row_set.rows, embeddings.num_embeddings, row_set.source.dataset)
     display.stage("tiling")
     if liger := use_liger(model, recipe):
         logger.info(liger)

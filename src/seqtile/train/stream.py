@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 from seqtile._errors import UserError
 from seqtile._log import first_rank_logger
 from seqtile.ops.lm_loss.kept_tokens import IGNORED
-from seqtile.train.data import SAMPLE_OF_A_FILE, Loaded, reason_of
+from seqtile.train.data import SAMPLE_OF_A_FILE, Loaded, find_broken_line, reason_of
 from seqtile.train.data_summary import DataSummary
+from seqtile.train.rendered_rows import no_embedding
 from seqtile.train.row_formats import RowError, RowFormat, find_key_columns
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ class Stream:
         summary: the rows that have come in the first pass over them, and those that were left out.
         row_format: how they are read.
         vocabulary: one more than the largest token id that a row may hold; None where that is not checked.
+        tokenizer: of rows of text.
 
     Args:
         source: what :func:`seqtile.train.data.load_rows` gave for a stream.
@@ -38,6 +40,7 @@ class Stream:
 
     def __init__(self, source: Loaded, *, text_field: str = "text", skip: bool = False, **settings: Any) -> None:
         self.vocabulary: int | None = None
+        self.tokenizer: Any = None
         self._source, self._skip = source, skip
         self._tokenised = 0
         first = next(self._read(), None)
@@ -65,7 +68,12 @@ class Stream:
         if index < self._tokenised:
             return {}
         self._tokenised = index + 1
-        length = len(row["input_ids"])
+        ids, length = row["input_ids"], len(row["input_ids"])
+        if ids and self.vocabulary is not None and max(ids) >= self.vocabulary:
+            raise UserError(
+                f"dataset {self._source.dataset!r}, trained row {index + 1}: "
+                f"{no_embedding(max(ids), self.vocabulary, self.tokenizer)}"
+            )
         kept = self.summary.add_row(length)
         labels = row["labels"][-kept:] if keep_end else row["labels"][:kept]
         self.summary.trained += sum(label != IGNORED for label in labels[1:])
@@ -106,4 +114,5 @@ class Stream:
         try:
             yield from self._source.rows
         except Exception as error:  # the readers raise many unrelated types
-            raise UserError(f"cannot read dataset {self._source.dataset!r}: {reason_of(error)}") from error
+            reason = f"cannot read dataset {self._source.dataset!r}: {reason_of(error)}"
+            raise UserError(find_broken_line(self._source.files) or reason) from error

@@ -26,7 +26,7 @@ from seqtile.recognise.decoder_layers import decoder_layers
 from seqtile.train.data_summary import DataSummary, summarise
 from seqtile.train.evaluation import Evaluated, exchange_in_evaluations
 from seqtile.train.model_card import write_card
-from seqtile.train.rendered_rows import mask_messages
+from seqtile.train.rendered_rows import check_ids, mask_messages
 from seqtile.train.run_directory import (
     FSDP_SHARDS,
     MARK,
@@ -103,7 +103,7 @@ class Trainer(SFTTrainer, _SplitLoss):
 
     def __init__(self, rows: Data, **kwargs: Any) -> None:
         self.data: dict[str, DataSummary] = {}
-        self._rows = rows
+        self._rows, self._model = rows, kwargs["model"]
         checkpoint_settings = checkpoint_kwargs(rows.arguments)
         evaluated = rows.sets["eval"].rows if "eval" in rows.sets else None
         super().__init__(args=rows.arguments, train_dataset=rows.sets["train"].rows, eval_dataset=evaluated, **kwargs)
@@ -153,12 +153,15 @@ class Trainer(SFTTrainer, _SplitLoss):
         whole.max_length, whole.shuffle_dataset = None, False
         prepare = super()._prepare_dataset
         tokenised = mask_messages(prepare(dataset, processing_class, whole, False, formatting_func, dataset_name))
+        vocabulary = self._embedded_tokens()
         if isinstance(dataset, IterableDataset):  # a stream cannot be counted in advance
             if self._rows.stream is not None:
+                self._rows.stream.vocabulary, self._rows.stream.tokenizer = vocabulary, processing_class
                 self._rows.stream.summary.max_length = None if packing else args.max_length
                 keep_end = {"keep_end": args.truncation_mode == "keep_end"}
                 tokenised = tokenised.map(self._rows.stream.count_tokens, with_indices=True, fn_kwargs=keep_end)
             return prepare(tokenised, processing_class, args, packing, None, dataset_name)
+        check_ids(tokenised, self._rows.sets[dataset_name], vocabulary, processing_class)
         prepared = prepare(tokenised, processing_class, args, packing, None, dataset_name)
         summary = self.data[dataset_name] = summarise(
             tokenised, prepared, args.max_length, args.packing_strategy if packing else None,
@@ -170,6 +173,11 @@ class Trainer(SFTTrainer, _SplitLoss):
                 "unmasked labels, or a larger --max-length"
             )
         return prepared
+
+    def _embedded_tokens(self) -> int:
+        """Rows of the model's embedding, with adapters or without; TRL may have added some."""
+        embedding: Any = cast("Any", self._model).get_input_embeddings()
+        return int(getattr(embedding, "base_layer", embedding).num_embeddings)
 
     def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
         """Under Ulysses the parts of each row; Transformers (5.23) gives each rank whole ones."""
