@@ -107,6 +107,11 @@ def compiled_for_a_gpu() -> Iterator[None]:
         yield
 
 
+def normaliser_of(logits: Tensor) -> tuple[Tensor, Tensor]:
+    top = logits.amax(-1)
+    return top, (logits - top.unsqueeze(-1)).logsumexp(-1)
+
+
 def cases(
     dtype: torch.dtype,
 ) -> Iterator[tuple[str, Callable[..., None], Any, list[Any], list[Any]]]:
@@ -114,7 +119,7 @@ def cases(
     torch.manual_seed(0)
     y, teacher = ((3 * torch.randn(ROWS, VOCABULARY)).to(dtype) for _ in range(2))
     ids, numbers = torch.randint(VOCABULARY, (ROWS,)), torch.rand(6, ROWS) + 0.5
-    lse = y.float().logsumexp(-1)
+    normaliser, of_teacher = (normaliser_of(logits.float()) for logits in (y, teacher))
     weights = torch.rand(VOCABULARY)
     plain, full = RowFormula(LogitScaling(), 0.0, 0.0), RowFormula(LogitScaling(2.0, 30.0, 0.7), 0.1, 1e-2)
 
@@ -123,20 +128,19 @@ def cases(
 
     constants = [weights, weights.sum()]
     for name, formula in (("plain", plain), ("every option", full)):
-        yield f"losses, {name}", RowFormula.write_losses, formula, [y, ids, None, empty(), empty()], []
-        yield f"gradient, {name}", RowFormula.write_gradient, formula, [y, ids, None, None, None, lse], []
-    rows = [y, ids, numbers[0], empty(), empty(), empty(), torch.zeros(ROWS, dtype=torch.bool)]
+        yield f"losses, {name}", RowFormula.write_losses, formula, [y, ids, None, empty(), empty(), empty()], []
+        yield f"gradient, {name}", RowFormula.write_gradient, formula, [y, ids, None, None, None, *normaliser], []
+    rows = [y, ids, numbers[0], empty(), empty(), empty(), empty(), torch.zeros(ROWS, dtype=torch.bool)]
     yield "losses, weighted, with results", RowFormula.write_losses, replace(full, top_k=3), rows, constants
-    yield "entropies", RowFormula.write_entropies, full, [y, numbers[0], lse, empty(), empty()], []
-    rows = [y, ids, numbers[0], ids > 9, numbers[1], lse, numbers[2], numbers[3], None, None]
+    yield "entropies", RowFormula.write_entropies, full, [y, numbers[0], *normaliser, empty(), empty()], []
+    rows = [y, ids, numbers[0], ids > 9, numbers[1], *normaliser, numbers[2], numbers[3], None, None]
     yield "gradient, weighted, of entropies", RowFormula.write_gradient, full, rows, constants
-    normalisers = [lse, teacher.float().logsumexp(-1)]
-    yield "normaliser", divergence._write_normaliser, full.scaling, [y, empty()], []
+    yield "normaliser", divergence._write_normaliser, full.scaling, [y, numbers[0], empty(), empty()], []
     for beta in (0.0, 0.5, 1.0):
         pair = divergence._PairFormula(LogitScaling(), LogitScaling(), beta)
-        rows = [y, teacher, *normalisers, empty(), empty()]
+        rows = [y, teacher, numbers[0], *normaliser, *of_teacher, empty(), empty()]
         yield f"divergence {beta}", divergence._PairFormula.write_divergences, pair, rows, []
-        rows = [y, teacher, *normalisers, numbers[4], numbers[5]]
+        rows = [y, teacher, numbers[0], *normaliser, *of_teacher, numbers[4], numbers[5]]
         yield f"gradient of divergence {beta}", divergence._PairFormula.write_gradient, pair, rows, []
 
 

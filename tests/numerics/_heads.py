@@ -97,8 +97,8 @@ def upstream_ignored(monkeypatch: MonkeyPatch) -> None:
     result, gradient = Sum.result, HeadPass.gradient
     monkeypatch.setattr(Sum, "scaled", lambda self, factor, keep: result(self))
 
-    def mutated(self: HeadPass, y: Any, targets: Any, factor: Any, lse: Any, *rest: Any) -> None:
-        gradient(self, y, targets, torch.ones_like(lse), lse, *rest)
+    def mutated(self: HeadPass, y: Any, targets: Any, factor: Any, normaliser: Any, *rest: Any) -> None:
+        gradient(self, y, targets, None, normaliser, *rest)
 
     monkeypatch.setattr(HeadPass, "gradient", mutated)
 

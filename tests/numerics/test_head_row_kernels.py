@@ -18,7 +18,9 @@ from numerics._compiled import BACKENDS, compiling, graphs
 from numerics._errors import assert_no_worse
 from seqtile.ops.kernels import Kernels
 from seqtile.ops.lm_loss import row_kernels
+from seqtile.ops.lm_loss.divergence import linear_divergence
 from seqtile.ops.lm_loss.logits_tile import LogitScaling
+from seqtile.ops.lm_loss.token_logprobs import HeadInput
 
 SCRIPT = Path(__file__).parents[1] / "generated_kernels.py"
 OTHER_ORDER = 32
@@ -97,3 +99,13 @@ def test_kernels_find_what_eager_code_finds(
     assert graphs() == made
     for name, value in expected.items():
         assert_no_worse(got[name], value, true[name], factor=4.0 if dtype == torch.float32 else 1.5, name=name)
+
+
+def test_an_annealed_temperature_compiles_nothing_again(kernels: Kernels) -> None:
+    hidden, weight = torch.randn(TOKENS, HIDDEN), torch.randn(VOCABULARY, HIDDEN, requires_grad=True)
+    labels, teacher = torch.zeros(TOKENS, dtype=torch.long), HeadInput(hidden, weight.detach().flip(0))
+    compiled = []
+    for temperature in (2.0, 1.9, 1.8):
+        linear_divergence(hidden, weight, labels, teacher, beta=0.5, temperature=temperature, tile=32)
+        compiled.append(len(kernels._kernels))
+    assert compiled == [compiled[0]] * 3 and compiled[0]

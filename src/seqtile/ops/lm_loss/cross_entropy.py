@@ -12,7 +12,7 @@ from typing import Literal, TypedDict, Unpack, overload
 from torch import Tensor
 
 from seqtile._errors import expect_number, expect_tensors
-from seqtile.ops.lm_loss.head_nodes import HeadCall
+from seqtile.ops.lm_loss.head_nodes import HeadCall, as_divisor
 from seqtile.ops.lm_loss.logits_tile import LogitScaling, Objective
 from seqtile.ops.lm_loss.loss_kernels import choose_kernel, kernel_sum
 from seqtile.tiling import TileRule, parse_tile
@@ -122,7 +122,8 @@ def linear_cross_entropy(
             )
         if token_weights.requires_grad and reduction != "none":
             raise ValueError("token_weights need a gradient; use reduction='none' and multiply by them yourself")
-        factors = call.kept.take(token_weights.reshape(-1).to(call.hidden.device))
+        # Their sum, the divisor of a mean, would overflow in fp16 and lose digits in bf16.
+        factors = call.kept.take(token_weights.reshape(-1).to(call.hidden.device, call.score_dtype))
     kernel = choose_kernel(
         impl, call, weighted=factors is not None, per_token=reduction == "none", returns_z_loss=return_z_loss
     )
@@ -135,8 +136,7 @@ def linear_cross_entropy(
     if kernel == "torch" or not len(call.kept):
         loss, squares = call.total(factors, divisor)
         return (loss, z_loss * squares) if return_z_loss else loss
-    total = kernel_sum(kernel, call)
-    return total / (divisor.to(total.device) if isinstance(divisor, Tensor) else divisor)
+    return kernel_sum(kernel, call) / as_divisor(divisor, call.hidden)
 
 
 def check_num_items(num_items: Tensor | int | float | None, reduction: str) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,11 +25,19 @@ from seqtile.ops.lm_loss.head_nodes import (
     HeadCall,
     LossPlan,
     add_gradients,
+    as_divisor,
     expect_head,
     hand_out,
 )
 from seqtile.ops.lm_loss.kept_tokens import Condition, KeptTokens, empty_gradient, read_rows
-from seqtile.ops.lm_loss.logits_tile import HeadPass, LogitScaling, Objective
+from seqtile.ops.lm_loss.logits_tile import (
+    HeadPass,
+    LogitScaling,
+    LogNormaliser,
+    Objective,
+    to_log_probs,
+    top_and_log_sum,
+)
 from seqtile.ops.lm_loss.row_kernels import run_over_rows
 from seqtile.ops.lm_loss.token_logprobs import HeadInput, check_candidates, check_head_input
 from seqtile.ops.mlp import SaveAhead
@@ -112,11 +120,9 @@ def linear_divergence(
         expect_tensors(weight=weight, labels=labels)
         expect_head(hidden, weight, bias)
         conditions = _check_top_k(teacher, hidden, weight, labels)
-        both = temperature * scaling.temperature
-        aim = Objective(LogitScaling(scaling.scale, scaling.softcap, both), ignore_index)
-        call = HeadCall(hidden, weight, bias, labels, aim, rule, conditions=conditions)
+        call = HeadCall(hidden, weight, bias, labels, Objective(scaling, ignore_index), rule, conditions=conditions)
         tokens = teacher.tokens.reshape(-1, teacher.tokens.shape[-1]).to(hidden.device).long()
-        scored = call.per_token(candidates=call.kept.take(tokens)).candidates
+        scored = call.per_token(temperature=call.divisors(temperature), candidates=call.kept.take(tokens)).candidates
         assert scored is not None
         valid = labels.to(hidden.device) != ignore_index
         of_top_k = torch.where(valid, _of_top_k(scored.view(teacher.tokens.shape), teacher, valid, beta), 0)
@@ -135,7 +141,7 @@ def linear_divergence(
     call = HeadCall(hidden, weight, bias, labels, Objective(scaling, ignore_index), rule)
     aim = Objective(teacher.scaling, ignore_index)
     teacher_call = HeadCall(teacher.hidden, teacher.weight, teacher.bias, labels, aim, rule, call.kept)
-    pair, constants = _Pair(call.plan, teacher_call.plan, beta, temperature), _tensors(teacher_call)
+    pair, constants = _Pair(call.plan, teacher_call.plan, beta), (*_tensors(teacher_call), call.divisors(temperature))
     student_tensors = _tensors(call)
     each: Tensor
     trains = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in student_tensors)
@@ -160,8 +166,7 @@ def divided_by(
     reduction: str, num_items: Tensor | int | float | None, count: Tensor | int, like: Tensor
 ) -> Tensor | int | float:
     """The divisor of a sum."""
-    divisor = 1 if reduction == "sum" else count if num_items is None else num_items
-    return divisor.to(like.device) if isinstance(divisor, Tensor) else divisor
+    return as_divisor(1 if reduction == "sum" else count if num_items is None else num_items, like)
 
 
 def _check_top_k(teacher: TeacherTopK, hidden: Tensor, weight: Tensor, labels: Tensor) -> list[Condition]:
@@ -215,24 +220,34 @@ def _with_rest(log_p: Tensor) -> Tensor:
     return torch.cat([log_p, (-torch.expm1(taken)).log()], -1)
 
 
-def _write_normaliser(scaling: LogitScaling, y: Tensor, lse: Tensor) -> None:
+def _write_normaliser(
+    scaling: LogitScaling, y: Tensor, temperature: Tensor | None, top: Tensor, log_sum: Tensor
+) -> None:
     """The log-normaliser of each row of products."""
-    z = scaling.logits(y)
-    top = z.amax(-1, keepdim=True)
-    lse.copy_(((z - top).exp_().sum(-1, keepdim=True).log_() + top).squeeze(-1))
+    largest, rest = top_and_log_sum(scaling.logits(y, temperature))
+    top.copy_(largest.squeeze(-1))
+    log_sum.copy_(rest.squeeze(-1))
 
 
 @dataclass(frozen=True)
 class _PairFormula:
-    """The arithmetic of two heads' rows of products, ``y`` the student's, whose log-normalisers are known."""
+    """The arithmetic of two heads' rows of products, ``y`` the student's, whose log-normalisers are known.
+
+    The temperature divides both heads' logits: a tensor, as a number would compile kernels for each of its values.
+    """
 
     student: LogitScaling
     teacher: LogitScaling
     beta: float
 
-    def _log_probs(self, y: Tensor, y_teacher: Tensor, lse: Tensor, teacher_lse: Tensor) -> tuple[Tensor, Tensor]:
-        log_s = self.student.logits(y).sub_(lse.unsqueeze(-1))
-        return log_s, self.teacher.logits(y_teacher).sub_(teacher_lse.unsqueeze(-1))
+    def _log_probs(
+        self, y: Tensor, y_teacher: Tensor, temperature: Tensor | None, top: Tensor, log_sum: Tensor,
+        teacher_top: Tensor, teacher_log_sum: Tensor,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        return (
+            to_log_probs(self.student.logits(y, temperature), top, log_sum),
+            to_log_probs(self.teacher.logits(y_teacher, temperature), teacher_top, teacher_log_sum),
+        )
 
     def _mixed(self, log_s: Tensor, log_t: Tensor) -> Tensor:
         """The distribution that the student is compared with: the teacher, or the mean of both."""
@@ -241,10 +256,11 @@ class _PairFormula:
         return torch.logaddexp(log_s + math.log1p(-self.beta), log_t + math.log(self.beta))
 
     def write_divergences(
-        self, y: Tensor, y_teacher: Tensor, lse: Tensor, teacher_lse: Tensor, divergences: Tensor, of_student: Tensor
-    ) -> None:
+        self, y: Tensor, y_teacher: Tensor, temperature: Tensor | None, top: Tensor, log_sum: Tensor,
+        teacher_top: Tensor, teacher_log_sum: Tensor, divergences: Tensor, of_student: Tensor,
+    ) -> None:  # fmt: skip
         """Each row's divergence; ``of_student`` is ``KL(s || m)``, which its gradient takes."""
-        log_s, log_t = self._log_probs(y, y_teacher, lse, teacher_lse)
+        log_s, log_t = self._log_probs(y, y_teacher, temperature, top, log_sum, teacher_top, teacher_log_sum)
         if self.beta == 0.0:
             t = log_t.exp()
             divergences.copy_((t * (log_t - log_s)).masked_fill_(t == 0, 0).sum(-1))
@@ -260,10 +276,11 @@ class _PairFormula:
             divergences.copy_(student_part)
 
     def write_gradient(
-        self, y: Tensor, y_teacher: Tensor, lse: Tensor, teacher_lse: Tensor, of_student: Tensor, factor: Tensor | None
-    ) -> None:
+        self, y: Tensor, y_teacher: Tensor, temperature: Tensor | None, top: Tensor, log_sum: Tensor,
+        teacher_top: Tensor, teacher_log_sum: Tensor, of_student: Tensor, factor: Tensor | None,
+    ) -> None:  # fmt: skip
         """Over the student's products, the gradient of the divergences times ``factor``."""
-        log_s, log_t = self._log_probs(y, y_teacher, lse, teacher_lse)
+        log_s, log_t = self._log_probs(y, y_teacher, temperature, top, log_sum, teacher_top, teacher_log_sum)
         if self.beta == 0.0:
             dz = log_s.exp_().sub_(log_t.exp_())
         else:
@@ -273,24 +290,26 @@ class _PairFormula:
                 dz.mul_(1 - self.beta)
         if factor is not None:
             dz.mul_(factor.unsqueeze(-1))
-        self.student.through(dz, y)
+        self.student.through(dz, y, temperature)
         y.copy_(dz)
 
 
 @dataclass(frozen=True)
 class _Pair:
-    """The two heads of a call, without a tensor."""
+    """The two heads of a call, without a tensor.
+
+    ``constants`` are the teacher's states, weight and bias, and the temperature of each token or None.
+    """
 
     student: LossPlan
     teacher: LossPlan
     beta: float
-    temperature: float
 
     def passes(self, student_tensors: Sequence[Any], constants: Sequence[Any]) -> tuple[HeadPass, HeadPass]:
         tile = max(self.student.sizes, default=0)
         student, teacher = (
             HeadPass(plan.objective, weight, bias, plan.dtype, tile)
-            for plan, (_, weight, bias) in ((self.student, student_tensors), (self.teacher, constants))
+            for plan, (_, weight, bias, *_) in ((self.student, student_tensors), (self.teacher, constants))
         )
         return student, teacher
 
@@ -304,25 +323,26 @@ class _Pair:
                     work.product(read_rows(x[0], kept.index, tile))
                     for work, x in zip(passes, (student_tensors, constants), strict=True)
                 )
-                self.of_rows(y, y_teacher, divergences[tile])
+                self.of_rows(y, y_teacher, _rows_of(constants[3], tile), divergences[tile])
         return divergences
 
     def of_rows(
-        self, y: Tensor, y_teacher: Tensor, divergences: Tensor, factor: Tensor | None = None, gradient: bool = False
-    ) -> None:
+        self, y: Tensor, y_teacher: Tensor, temperature: Tensor | None, divergences: Tensor,
+        factor: Tensor | None = None, gradient: bool = False,
+    ) -> None:  # fmt: skip
         """Write each row's divergence; with ``gradient``, write that over ``y``, times ``factor`` (None: 1)."""
-        student, teacher = (
-            replace(scaling, temperature=scaling.temperature * self.temperature)
-            for scaling in (self.student.objective.scaling, self.teacher.objective.scaling)
-        )
+        student, teacher = self.student.objective.scaling, self.teacher.objective.scaling
         formula = _PairFormula(student, teacher, self.beta)
-        normalisers, of_student = [torch.empty_like(divergences) for _ in range(2)], torch.empty_like(divergences)
-        for scaling, logits, lse in zip((student, teacher), (y, y_teacher), normalisers, strict=True):
-            run_over_rows(_write_normaliser, scaling, (logits, lse))
-        run_over_rows(_PairFormula.write_divergences, formula, (y, y_teacher, *normalisers, divergences, of_student))
+        rows: list[Tensor | None] = [y, y_teacher, temperature]
+        for scaling, logits in ((student, y), (teacher, y_teacher)):
+            normaliser = LogNormaliser.empty_like(divergences).tensors()
+            run_over_rows(_write_normaliser, scaling, (logits, temperature, *normaliser))
+            rows += normaliser
+        of_student = torch.empty_like(divergences)
+        run_over_rows(_PairFormula.write_divergences, formula, (*rows, divergences, of_student))
         if gradient:
             factor = None if factor is None else factor.contiguous()
-            run_over_rows(_PairFormula.write_gradient, formula, (y, y_teacher, *normalisers, of_student, factor))
+            run_over_rows(_PairFormula.write_gradient, formula, (*rows, of_student, factor))
 
     def gradients(
         self, kept: KeptTokens, student_tensors: Sequence[Any], constants: Sequence[Any], needs: Sequence[bool],
@@ -339,10 +359,14 @@ class _Pair:
             for tile in self.student.parts():
                 x = read_rows(hidden, kept.index, tile)  # [t, D]
                 y, y_teacher = student.product(x), teacher.product(read_rows(constants[0], kept.index, tile))
-                of_tile = None if factor is None else factor[tile]
-                self.of_rows(y, y_teacher, divergences[tile], of_tile, gradient=True)
+                per_row = (_rows_of(constants[3], tile), divergences[tile], _rows_of(factor, tile))
+                self.of_rows(y, y_teacher, *per_row, gradient=True)
                 add_gradients(student, y, x, kept.index, tile, dx, totals)
         return divergences, dx, totals
+
+
+def _rows_of(values: Tensor | None, tile: slice) -> Tensor | None:
+    return None if values is None else values[tile]
 
 
 class _DivergenceTotal(torch.autograd.Function):

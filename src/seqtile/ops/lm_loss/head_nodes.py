@@ -27,7 +27,7 @@ from seqtile._compat import keeps_graph
 from seqtile._errors import expect_tensors
 from seqtile.ops.grad_accumulator import Sum
 from seqtile.ops.lm_loss.kept_tokens import Condition, KeptTokens, empty_gradient, read_rows, write_rows
-from seqtile.ops.lm_loss.logits_tile import HeadPass, Objective, TileTargets, Wanted
+from seqtile.ops.lm_loss.logits_tile import HeadPass, LogNormaliser, Objective, TileTargets, Wanted
 from seqtile.ops.mlp import SaveAhead
 from seqtile.ops.rng import Autocast
 from seqtile.ops.token_tiles import refuse_second_derivative
@@ -87,6 +87,13 @@ class LossPlan:
         return HeadPass(self.objective, weight, bias, self.dtype, max(self.sizes, default=0))
 
 
+def as_divisor(count: Tensor | int | float, hidden: Tensor) -> Tensor | int | float:
+    """A count as the divisor of a sum over ``hidden``; in half precision it would make the loss so."""
+    if not isinstance(count, Tensor):
+        return count
+    return count.reshape(()).to(hidden.device, torch.promote_types(hidden.dtype, torch.float32))
+
+
 class HeadCall:
     """One call of a plain head: checked, flattened, cut into tiles.
 
@@ -136,23 +143,34 @@ class HeadCall:
         self.plan = LossPlan(aim, head_sizes(len(self.kept), rule, shape), casts.dtype, casts)
 
     @property
+    def score_dtype(self) -> torch.dtype:
+        """Dtype of losses, scores, their weights and all of their sums: fp32, float64 for float64 states."""
+        return torch.promote_types(self.plan.dtype, torch.float32)
+
+    @property
     def _needs_gradient(self) -> bool:
         tensors = (self.hidden, self.weight, self.bias)
         return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+    def divisors(self, temperature: Tensor | float) -> Tensor | None:
+        """What divides the logits of each token that counts, ``[n]``; None where nothing does."""
+        if isinstance(temperature, Tensor):
+            return self.kept.take(temperature.detach().reshape(-1).to(self.hidden.device, self.score_dtype))
+        if temperature == 1.0:
+            return None
+        return self.hidden.new_full((len(self.kept),), temperature, dtype=self.score_dtype)
 
     def count(self, factors: Tensor | None) -> Tensor | int:
         """Divisor of a mean: the tokens that count, or the sum of their weights and their targets'."""
         weights = self.plan.objective.class_weights
         if weights is not None:
-            target_weights = weights.detach().to(self.hidden.device)[self.kept.targets]
+            target_weights = weights.detach().to(self.hidden.device, self.score_dtype)[self.kept.targets]
             return (target_weights if factors is None else target_weights * factors).sum()
         return len(self.kept) if factors is None else factors.sum()
 
     def total(self, factors: Tensor | None = None, divisor: Tensor | int | float = 1) -> tuple[Tensor, Tensor]:
         """Sums of the tokens' losses and squared log-normalisers times ``factors``, over ``divisor``."""
-        factors = None if factors is None else factors.detach()
-        if isinstance(divisor, Tensor):
-            divisor = divisor.to(self.hidden.device)
+        factors, divisor = None if factors is None else factors.detach(), as_divisor(divisor, self.hidden)
         if not self._needs_gradient:
             scores = self.per_token()
             factor = 1 if factors is None else self.kept.spread(factors)
@@ -177,7 +195,8 @@ class HeadCall:
             token = SaveAhead.apply(*differentiated, kept.index, *targets.tensors())  # type: ignore[no-untyped-call]
             per_token = _PerToken.apply(self.plan, token.grad_fn, token, entropy, extra, kept, targets, *differentiated)  # type: ignore[no-untyped-call]
         else:
-            per_token = _spread(kept, _score(self.plan, kept.index, targets, entropy, extra, *differentiated))
+            loss, normaliser, *others = _score(self.plan, kept.index, targets, entropy, extra, *differentiated)
+            per_token = _spread(kept, (loss, normaliser.total(), *others))
         loss, lse, entropies, scored = per_token
         return Scores(loss, lse.square(), entropies, scored)
 
@@ -185,18 +204,19 @@ class HeadCall:
 def _score(
     plan: LossPlan, index: Tensor | None, targets: TileTargets, entropy: bool, extra: Wanted, hidden: Tensor,
     weight: Tensor, bias: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+) -> tuple[Tensor, LogNormaliser, Tensor | None, Tensor | None]:  # fmt: skip
     """Loss, log-normaliser, entropy and candidates of each token that counts."""
     with torch.no_grad(), plan.casts.off():
         work = plan.work(weight, bias)
-        loss, lse = (hidden.new_empty(len(targets.ids), dtype=work.wide) for _ in range(2))
+        loss = hidden.new_empty(len(targets.ids), dtype=work.wide)
+        normaliser = LogNormaliser.empty_like(loss)
         extra.entropy = torch.empty_like(loss) if entropy else None
         if targets.candidates is not None:
             extra.candidates = loss.new_empty(targets.candidates.shape)
         for tile in plan.parts():
             y = work.product(read_rows(hidden, index, tile))  # [t, D] -> [t, V]
-            work.losses(y, targets[tile], loss[tile], lse[tile], extra.narrow(tile))
-        per_token = loss, lse, extra.entropy, extra.candidates
+            work.losses(y, targets[tile], loss[tile], normaliser[tile], extra.narrow(tile))
+        per_token = loss, normaliser, extra.entropy, extra.candidates
         extra.entropy = extra.candidates = None
     return per_token
 
@@ -217,20 +237,21 @@ class _Total(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         with plan.casts.off():
             work = plan.work(weight, bias)
-            loss, lse = (hidden.new_empty(len(targets.ids), dtype=work.wide) for _ in range(2))
-            factor = None if factors is None else factors.to(loss.dtype)
+            loss = hidden.new_empty(len(targets.ids), dtype=work.wide)
+            normaliser = LogNormaliser.empty_like(loss)
             dx = empty_gradient(hidden, index) if needs_x else None
             totals = [Sum(weight) if needs_weight else None, Sum(bias) if bias is not None and needs_bias else None]
             for tile in plan.parts():
                 x = read_rows(hidden, index, tile)  # [t, D]
                 y = work.product(x)  # [t, V]
-                of_tile = None if factor is None else factor[tile]
-                work.losses_and_gradient(y, targets[tile], of_tile, loss[tile], lse[tile])
+                of_tile = None if factors is None else factors[tile]
+                work.losses_and_gradient(y, targets[tile], of_tile, loss[tile], normaliser[tile])
                 add_gradients(work, y, x, index, tile, dx, totals)
             # On the node and not saved through autograd, and the division here and not after it: what is saved this
             # late, the divisor too, an activation checkpoint gets back only by running the whole head again.
             ctx.left, ctx.any, ctx.divisor = (dx, *totals), len(loss) > 0, divisor
-            sums = [(each if factor is None else each * factor).sum() / divisor for each in (loss, lse.square_())]
+            squares = normaliser.total().square_()
+            sums = [(each if factors is None else each * factors).sum() / divisor for each in (loss, squares)]
             ctx.mark_non_differentiable(sums[1])
             return sums[0], sums[1]
 
@@ -250,13 +271,13 @@ class _PerToken(torch.autograd.Function):
         ctx: Any, plan: LossPlan, save: Any, token: Tensor, entropy: bool, extra: Wanted, kept: KeptTokens,
         targets: TileTargets, *differentiated: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-        per_token = _score(plan, kept.index, targets, entropy, extra, *differentiated)
-        ctx.plan, ctx.save, ctx.lse, ctx.entropy = plan, save, per_token[1], per_token[2]
+        loss, normaliser, entropies, scored = _score(plan, kept.index, targets, entropy, extra, *differentiated)
+        ctx.plan, ctx.save, ctx.normaliser, ctx.entropy = plan, save, normaliser, entropies
         ctx.set_materialize_grads(False)
         # [N] here and not by an operator after it: that one would save the positions too late, as above. Copies, since
         # what the backward needs is not to be changed from outside.
-        loss, lse, entropies, scored = _spread(kept, per_token)
-        lse, entropies = lse.clone(), None if entropies is None else entropies.clone()
+        loss, lse, entropies, scored = _spread(kept, (loss, normaliser.total(), entropies, scored))
+        entropies = None if entropies is None else entropies.clone()
         ctx.mark_non_differentiable(lse)
         return loss, lse, entropies, scored
 
@@ -279,14 +300,14 @@ class _PerToken(torch.autograd.Function):
         targets, bias = TileTargets(ids, temperature, candidates, is_local), biases[0] if biases else None
         with plan.casts.off():
             work = plan.work(weight, bias)
-            factor = torch.zeros_like(ctx.lse) if upstream is None else upstream
+            factor = torch.zeros_like(ctx.normaliser.top) if upstream is None else upstream
             dx = empty_gradient(hidden, index) if needs[0] else None
             totals = [Sum(tensor) if need else None for tensor, need in zip((weight, *biases), needs[1:], strict=True)]
             for tile in plan.parts():
                 x = read_rows(hidden, index, tile)  # [t, D]
                 y = work.product(x)  # [t, V]
                 others = [None if t is None else t[tile] for t in (ctx.entropy, entropy_upstream, candidates_upstream)]
-                work.gradient(y, targets[tile], factor[tile], ctx.lse[tile], *others)
+                work.gradient(y, targets[tile], factor[tile], ctx.normaliser[tile], *others)
                 add_gradients(work, y, x, index, tile, dx, totals)
         return *none, dx, *(None if total is None else total.result() for total in totals)
 

@@ -76,6 +76,48 @@ class LogitScaling:
             dz.div_(temperature.unsqueeze(-1))
 
 
+@dataclass(frozen=True)
+class LogNormaliser:
+    """``logsumexp`` of each token's logits ``z`` in two numbers, ``[n]`` each.
+
+    ``(z - top) - log_sum`` rounds at the size of a log-probability, ``z - logsumexp(z)`` at that of the logits: with
+    logits around 1,000 the probabilities of a row would not sum to 1 in fp32.
+
+    Attributes:
+        top: the largest logit.
+        log_sum: ``log(sum(exp(z - top)))``, at least 0.
+    """
+
+    top: Tensor
+    log_sum: Tensor
+
+    @classmethod
+    def empty_like(cls, numbers: Tensor) -> LogNormaliser:
+        return cls(torch.empty_like(numbers), torch.empty_like(numbers))
+
+    def __getitem__(self, rows: slice) -> LogNormaliser:
+        return LogNormaliser(self.top[rows], self.log_sum[rows])
+
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        return self.top, self.log_sum
+
+    def total(self) -> Tensor:
+        """The ``logsumexp`` in one number."""
+        return self.top + self.log_sum
+
+
+def top_and_log_sum(z: Tensor) -> tuple[Tensor, Tensor]:
+    """Both numbers of a :class:`LogNormaliser` for the logits ``z`` ``[r, V]``, ``[r, 1]`` each."""
+    # The compiler makes one pass of maximum and sum where they are written in this way.
+    top = z.amax(-1, keepdim=True)
+    return top, (z - top).exp_().sum(-1, keepdim=True).log_()
+
+
+def to_log_probs(z: Tensor, top: Tensor, log_sum: Tensor) -> Tensor:
+    """Turn the logits ``z`` ``[r, V]`` into log-probabilities, in place."""
+    return z.sub_(top.unsqueeze(-1)).sub_(log_sum.unsqueeze(-1))
+
+
 def finite(z: Tensor) -> Tensor:
     """``z`` with the logits of tokens that cannot be, -inf, as numbers, in place: 0 times one of them is 0."""
     return z.clamp_(min=torch.finfo(z.dtype).min)
@@ -185,7 +227,7 @@ class RowFormula:
     top_k: int = 1
 
     def write_losses(
-        self, y: Tensor, ids: Tensor, temperature: Tensor | None, loss: Tensor, lse: Tensor,
+        self, y: Tensor, ids: Tensor, temperature: Tensor | None, loss: Tensor, top: Tensor, log_sum: Tensor,
         mean_logit: Tensor | None = None, hit: Tensor | None = None, class_weights: Tensor | None = None,
         weight_sum: Tensor | None = None,
     ) -> None:  # fmt: skip
@@ -196,51 +238,53 @@ class RowFormula:
             hit.copy_((z > at_target).sum(-1) < self.top_k)
         if mean_logit is not None:
             mean_logit.copy_(z.mean(-1))
-        # The compiler makes one pass of maximum and sum where they are written in this way.
-        top = z.amax(-1, keepdim=True)
-        normaliser = ((z - top).exp_().sum(-1, keepdim=True).log_() + top).squeeze(-1)
-        lse.copy_(normaliser)
-        value = (normaliser - at_target.squeeze(-1)) * self._own(ids, class_weights)
+        largest, rest = top_and_log_sum(z)
+        cross_entropy = (rest + (largest - at_target)).squeeze(-1)
+        top.copy_(largest.squeeze(-1))
+        log_sum.copy_(rest.squeeze(-1))
+        value = cross_entropy * self._own(ids, class_weights)
         if self.smoothing:
-            total = z.sum(-1) if class_weights is None else (z * class_weights).sum(-1)
+            # Differences to the target's logit: sums of the logits themselves would round at the logits' size.
+            above = z - at_target  # [r, V]
+            spread = above.sum(-1) if class_weights is None else (above * class_weights).sum(-1)
             count = y.shape[1] if weight_sum is None else weight_sum
-            value = value + (count * normaliser - total) * (self.smoothing / y.shape[1])
+            value = value + (count * cross_entropy - spread) * (self.smoothing / y.shape[1])
         if self.z_loss:
-            value = value + self.z_loss * normaliser.square()
+            value = value + self.z_loss * (rest + largest).squeeze(-1).square()
         loss.copy_(value)
 
     def write_entropies(
-        self, y: Tensor, temperature: Tensor | None, lse: Tensor, entropy: Tensor | None,
+        self, y: Tensor, temperature: Tensor | None, top: Tensor, log_sum: Tensor, entropy: Tensor | None,
         log_sum_squares: Tensor | None,
     ) -> None:  # fmt: skip
         """Entropy and the log of the summed squares of the probabilities of each row."""
-        z = finite(self.scaling.logits(y, temperature))
-        p = (z - lse.unsqueeze(-1)).exp_()
+        below = finite(self.scaling.logits(y, temperature)).sub_(top.unsqueeze(-1))  # at most 0
+        p = (below - log_sum.unsqueeze(-1)).exp_()
         if log_sum_squares is not None:
             log_sum_squares.copy_(p.square().sum(-1).log_())
         if entropy is not None:
-            entropy.copy_(lse - p.mul_(z).sum(-1))
+            entropy.copy_(log_sum - p.mul_(below).sum(-1))  # two numbers of at least 0: nothing cancels
 
     def write_gradient(
         self, y: Tensor, ids: Tensor, temperature: Tensor | None, is_local: Tensor | None, factor: Tensor | None,
-        lse: Tensor, entropy: Tensor | None = None, entropy_factor: Tensor | None = None,
+        top: Tensor, log_sum: Tensor, entropy: Tensor | None = None, entropy_factor: Tensor | None = None,
         candidates: Tensor | None = None, candidates_factor: Tensor | None = None, class_weights: Tensor | None = None,
         weight_sum: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Over the products, the gradient of the losses times ``factor`` (None: 1) and of what else has a factor."""
-        p = self.scaling.logits(y, temperature).sub_(lse.unsqueeze(-1))
+        p = to_log_probs(self.scaling.logits(y, temperature), top, log_sum)
         of_entropy = None
         if entropy is not None and entropy_factor is not None:
             of_entropy = finite(p).exp().mul_(p + entropy.unsqueeze(-1)).mul_(-entropy_factor.unsqueeze(-1))
         p.exp_()
-        factor = torch.ones_like(lse) if factor is None else factor
+        factor = torch.ones_like(top) if factor is None else factor
         smoothing = self.smoothing / y.shape[1]
         at_target = factor * self._own(ids, class_weights)  # [r]
         every = at_target
         if smoothing:
             every = every + factor * (smoothing * (y.shape[1] if weight_sum is None else weight_sum))
         if self.z_loss:
-            every = every + factor * (2 * self.z_loss * lse)
+            every = every + factor * (2 * self.z_loss * (top + log_sum))
         if candidates_factor is not None:
             every = every - candidates_factor.sum(-1)
         p.mul_(every.unsqueeze(-1))
@@ -288,17 +332,17 @@ class HeadRows:
         if weights is not None:
             self._weights = (weights.detach().to(device, self.wide), weights.detach().to(device, self.wide).sum())
 
-    def losses(self, y: Tensor, targets: TileTargets, loss: Tensor, lse: Tensor, wanted: Wanted) -> None:
+    def losses(self, y: Tensor, targets: TileTargets, loss: Tensor, normaliser: LogNormaliser, wanted: Wanted) -> None:
         """Write each row's loss, log-normaliser ``[t]`` and whatever else is wanted; ``y`` ``[t, V]`` stays."""
         formula = replace(self.formula, top_k=wanted.top_k)
-        rows = (y, targets.ids, targets.temperature, loss, lse, wanted.mean_logit, wanted.hit)
+        rows = (y, targets.ids, targets.temperature, loss, *normaliser.tensors(), wanted.mean_logit, wanted.hit)
         run_over_rows(RowFormula.write_losses, formula, rows, self._weights)
         if wanted.entropy is not None or wanted.log_sum_squares is not None:
-            entropies = (y, targets.temperature, lse, wanted.entropy, wanted.log_sum_squares)
+            entropies = (y, targets.temperature, *normaliser.tensors(), wanted.entropy, wanted.log_sum_squares)
             run_over_rows(RowFormula.write_entropies, formula, entropies)
         if wanted.candidates is not None and targets.candidates is not None:
             z = formula.scaling.logits(y.gather(-1, targets.candidates), targets.temperature)  # [t, k]
-            wanted.candidates.copy_(z - lse.unsqueeze(-1))
+            wanted.candidates.copy_(to_log_probs(z, *normaliser.tensors()))
         if wanted.argmax is None and wanted.top_log_probs is None:
             return
         for block in blocks_of_rows(y):
@@ -307,26 +351,26 @@ class HeadRows:
                 best.argmax.copy_(z.argmax(-1))
             if best.top_log_probs is not None and best.top_tokens is not None:
                 values, tokens = z.topk(best.top_tokens.shape[-1], -1)  # [b, k] each
-                best.top_log_probs.copy_(values - lse[block].unsqueeze(-1))
+                best.top_log_probs.copy_(to_log_probs(values, *normaliser[block].tensors()))
                 best.top_tokens.copy_(tokens)
 
     def losses_and_gradient(
-        self, y: Tensor, targets: TileTargets, factor: Tensor | None, loss: Tensor, lse: Tensor
+        self, y: Tensor, targets: TileTargets, factor: Tensor | None, loss: Tensor, normaliser: LogNormaliser
     ) -> None:
         """Write each row's loss, and over its products their gradient times ``factor`` (None: 1)."""
-        self.losses(y, targets, loss, lse, Wanted())
-        self.gradient(y, targets, factor, lse)
+        self.losses(y, targets, loss, normaliser, Wanted())
+        self.gradient(y, targets, factor, normaliser)
 
     def gradient(
-        self, y: Tensor, targets: TileTargets, factor: Tensor | None, lse: Tensor, entropy: Tensor | None = None,
-        entropy_factor: Tensor | None = None, candidates_factor: Tensor | None = None,
+        self, y: Tensor, targets: TileTargets, factor: Tensor | None, normaliser: LogNormaliser,
+        entropy: Tensor | None = None, entropy_factor: Tensor | None = None, candidates_factor: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """Write the gradient, ``lse`` being known; ``*_factor`` are upstream gradients of entropies and candidates."""
+        """Write the gradient over ``y``; ``*_factor`` are upstream gradients of entropies and candidates."""
         candidates = None if candidates_factor is None else targets.candidates
         # Autograd's gradient of a sum is one number, expanded, which the kernels do not support.
         factor, entropy_factor = (None if each is None else each.contiguous() for each in (factor, entropy_factor))
-        rows = (y, targets.ids, targets.temperature, targets.is_local, factor, lse, entropy, entropy_factor,
-                candidates, candidates_factor)  # fmt: skip
+        rows = (y, targets.ids, targets.temperature, targets.is_local, factor, *normaliser.tensors(), entropy,
+                entropy_factor, candidates, candidates_factor)  # fmt: skip
         run_over_rows(RowFormula.write_gradient, self.formula, rows, self._weights)
 
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from seqtile.ops.grad_accumulator import Sum
-from seqtile.ops.lm_loss.head_nodes import NO_SECOND_DERIVATIVE, hand_out
+from seqtile.ops.lm_loss.head_nodes import NO_SECOND_DERIVATIVE, as_divisor, hand_out
 from seqtile.ops.lm_loss.kept_tokens import KeptTokens, empty_gradient, read_rows, write_rows
-from seqtile.ops.lm_loss.logits_tile import HeadRows, Objective, TileTargets, Wanted
+from seqtile.ops.lm_loss.logits_tile import HeadRows, LogNormaliser, Objective, TileTargets, Wanted
 from seqtile.ops.lm_loss.token_logprobs import TokenScores
 from seqtile.ops.tile_checkpoint import run_in_tiles
 from seqtile.ops.token_tiles import refuse_second_derivative
@@ -51,10 +51,7 @@ def module_cross_entropy(
     """
     rows = hidden.reshape(-1, hidden.shape[-1])
     kept = KeptTokens.of(labels.reshape(-1).to(hidden.device), aim.ignore_index, vocabulary)
-    if divisor is None:
-        divisor = len(kept)
-    elif isinstance(divisor, Tensor):
-        divisor = divisor.to(hidden.device)
+    divisor = len(kept) if divisor is None else as_divisor(divisor, hidden)
     if not torch.is_grad_enabled():
         rows, weights = rows.detach(), {name: weight.detach() for name, weight in weights.items()}
     plan = _HeadPlan(run, tuple(weights), sizes(len(kept)), aim)
@@ -135,11 +132,12 @@ class _HeadTotal(torch.autograd.Function):
             y, leaves = plan.tile(read_rows(hidden, kept.index, tile), weights, needs)  # [t, D] -> [t, V]
             dy = y.detach()  # the gradient replaces the logits where they are; PyTorch notices a head that needs them
             rows, targets = HeadRows(plan.aim, y.dtype, y.device), TileTargets(kept.targets[tile])
-            loss, lse = (dy.new_empty(size, dtype=rows.wide) for _ in range(2))
+            loss = dy.new_empty(size, dtype=rows.wide)
+            normaliser = LogNormaliser.empty_like(loss)
             if not leaves:
-                rows.losses(dy, targets, loss, lse, Wanted())
+                rows.losses(dy, targets, loss, normaliser, Wanted())
             else:
-                rows.losses_and_gradient(dy, targets, None, loss, lse)
+                rows.losses_and_gradient(dy, targets, None, loss, normaliser)
                 gradients = iter(torch.autograd.grad(y, leaves, dy, allow_unused=True))
                 if dx is not None:
                     gradient = next(gradients)

@@ -24,19 +24,21 @@ def sequence_logprobs(
         average: divide by the sequence's unmasked tokens, at least 1 (IPO, SimPO, ORPO).
 
     Returns:
-        ``[...]``, or ``[sequences]`` where packed.
+        ``[...]``, or ``[sequences]`` where packed; in fp32, for float64 in float64.
 
     Raises:
         ValueError: a wrong type or shape, or ``cu_seqlens`` that descend or leave out an unmasked token.
     """
     _check(log_probs, mask, cu_seqlens)
-    return _of_sequences(log_probs, mask, cu_seqlens, average)
+    return _of_sequences(_wide(log_probs), mask, cu_seqlens, average)
 
 
 def importance_ratios(
     log_probs: Tensor, old_log_probs: Tensor, mask: Tensor, *, level: str = "token", cu_seqlens: Tensor | None = None
 ) -> Tensor:
     """Importance ratio of each token: the policy against the one that generated it; 1 where the mask is 0.
+
+    In fp32, for float64 in float64.
 
     Args:
         log_probs: ``[..., T]``, one sequence a row; or packed, ``[T]`` or ``[1, T]``.
@@ -59,6 +61,7 @@ def importance_ratios(
             f"old_log_probs have shape {tuple(old_log_probs.shape)}, expected that of the log_probs, "
             f"{tuple(log_probs.shape)}"
         )
+    log_probs = _wide(log_probs)
     difference = torch.where(mask.bool(), log_probs - old_log_probs.detach(), 0)
     if level == "token":
         return difference.exp()
@@ -71,6 +74,11 @@ def importance_ratios(
     if level == "sequence_token":
         spread = spread.detach() + log_probs - log_probs.detach()
     return torch.where(mask.bool(), spread, 0).exp()
+
+
+def _wide(log_probs: Tensor) -> Tensor:
+    """In the dtype of sums: fp16 counts to 65,504 tokens, bf16 exactly to 256."""
+    return log_probs.to(torch.promote_types(log_probs.dtype, torch.float32))
 
 
 def _check(log_probs: Tensor, mask: Tensor, cu_seqlens: Tensor | None) -> None:

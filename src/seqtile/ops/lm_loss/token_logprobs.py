@@ -149,12 +149,8 @@ def token_logprobs(
         reference = _check_reference(reference, hidden, weight, bias, aim.scaling)
     call = HeadCall(hidden, weight, bias, targets, aim, rule, vocabulary=vocabulary, conditions=conditions)
     kept, shape = call.kept, targets.shape
-    score_dtype = torch.promote_types(call.plan.dtype, torch.float32)
-    divisors: Tensor | None = None  # [n]
-    if isinstance(temperature, Tensor):
-        divisors = kept.take(temperature.detach().reshape(-1).to(call.hidden.device, score_dtype))
-    elif temperature != 1.0:
-        divisors = call.hidden.new_full((len(kept),), temperature, dtype=score_dtype)
+    score_dtype = call.score_dtype
+    divisors = call.divisors(temperature)
     if shard is not None:
         log_probs, entropies = sharded_scores(call, shard, divisors)
         return TokenScores(log_probs.view(shape), entropies.view(shape) if entropy else None)

@@ -18,7 +18,7 @@ from torch import Tensor
 from seqtile.ops.grad_accumulator import Sum
 from seqtile.ops.lm_loss.head_nodes import NO_SECOND_DERIVATIVE, HeadCall, LossPlan, add_gradients
 from seqtile.ops.lm_loss.kept_tokens import KeptTokens, empty_gradient, read_rows
-from seqtile.ops.lm_loss.logits_tile import LogitScaling, TileTargets, finite
+from seqtile.ops.lm_loss.logits_tile import LogitScaling, LogNormaliser, TileTargets, finite
 from seqtile.ops.lm_loss.row_kernels import run_over_rows
 from seqtile.ops.mlp import SaveAhead
 from seqtile.ops.token_tiles import refuse_second_derivative
@@ -87,17 +87,22 @@ def sharded_scores(call: HeadCall, shard: VocabularyShard, temperature: Tensor |
 
 
 def _write_shares(
-    scaling: LogitScaling, y: Tensor, ids: Tensor, temperature: Tensor | None, is_local: Tensor, lse: Tensor,
-    at_target: Tensor, mean_logit: Tensor,
+    scaling: LogitScaling, y: Tensor, ids: Tensor, temperature: Tensor | None, is_local: Tensor, top: Tensor,
+    total: Tensor, at_target: Tensor, below: Tensor,
 ) -> None:  # fmt: skip
-    """Statistics of this rank's rows of the head: log-normaliser, the target's logit (0 elsewhere), expected logit."""
+    """Statistics of this rank's rows of the head.
+
+    The largest logit, ``sum(exp(z - top))``, the target's logit (0 elsewhere), ``sum(exp(z - top) * (top - z))``.
+    """
     z = finite(scaling.logits(y, temperature))
     local = scaling.logits(y.gather(-1, ids.unsqueeze(-1)), temperature).squeeze(-1)
     at_target.copy_(torch.where(is_local, local, 0))
-    top = z.amax(-1, keepdim=True)
-    normaliser = (z - top).exp_().sum(-1, keepdim=True).log_() + top
-    lse.copy_(normaliser.squeeze(-1))
-    mean_logit.copy_(((z - normaliser).exp_() * z).sum(-1))
+    largest = z.amax(-1, keepdim=True)
+    z.sub_(largest)
+    weights = z.exp()
+    top.copy_(largest.squeeze(-1))
+    total.copy_(weights.sum(-1))
+    below.copy_(-weights.mul_(z).sum(-1))
 
 
 class _Sharded(torch.autograd.Function):
@@ -112,31 +117,26 @@ class _Sharded(torch.autograd.Function):
         assert is_local is not None
         with torch.no_grad(), plan.casts.off():
             work = plan.work(weight, bias)
-            lse, at_target, mean_logit = (hidden.new_empty(len(kept), dtype=work.wide) for _ in range(3))
+            numbers = [hidden.new_empty(len(kept), dtype=work.wide) for _ in range(4)]
             for tile in plan.parts():
                 y, of_tile = work.product(read_rows(hidden, kept.index, tile)), targets[tile]  # [t, rows of this rank]
-                per_row = (
-                    of_tile.ids,
-                    of_tile.temperature,
-                    of_tile.is_local,
-                    lse[tile],
-                    at_target[tile],
-                    mean_logit[tile],
-                )
+                per_row = (of_tile.ids, of_tile.temperature, of_tile.is_local, *(each[tile] for each in numbers))
                 run_over_rows(_write_shares, plan.objective.scaling, (y, *per_row))
-            top = lse.clone()
+            local_top, total, at_target, below = numbers
+            top = local_top.clone()
             dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
-            share = (lse - top).exp_()
-            # A rank of which no token can be has no expected logit to weigh.
-            weighted = torch.where(share == 0, 0, mean_logit * share)
-            reduced = torch.stack([share, at_target, weighted], -1)
+            share = (local_top - top).exp_()
+            # A rank of which no token can be has nothing to add, and an infinite distance to the largest logit.
+            below = torch.where(share == 0, 0, share * (below + total * (top - local_top)))
+            reduced = torch.stack([share * total, at_target, below], -1)
             dist.all_reduce(reduced, group=group)
-            total, at_target, weighted = reduced.unbind(-1)  # [n] each
-            lse = total.log().add_(top)
-            entropy = lse - weighted / total
-        ctx.plan, ctx.save, ctx.group, ctx.lse, ctx.entropy = plan, save, group, lse, entropy
+            total, at_target, below = reduced.unbind(-1)  # [n] each
+            log_sum = total.log()
+            entropy = log_sum + below / total
+        ctx.plan, ctx.save, ctx.group, ctx.entropy = plan, save, group, entropy
+        ctx.normaliser = LogNormaliser(top, log_sum)
         ctx.set_materialize_grads(False)
-        return kept.spread(at_target - lse), kept.spread(entropy).clone()
+        return kept.spread((at_target - top) - log_sum), kept.spread(entropy).clone()
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor | None, entropy_upstream: Tensor | None) -> Any:
@@ -146,7 +146,7 @@ class _Sharded(torch.autograd.Function):
         hidden, weight, *biases, index, ids, temperature, _, is_local = ctx.save.saved_tensors
         targets, kept = TileTargets(ids, temperature, None, is_local), KeptTokens(hidden.shape[0], ids, index)
         # Every rank runs this, also without a gradient, or the reduction would hang.
-        factor = torch.zeros_like(ctx.lse) if upstream is None else -kept.take(upstream)
+        factor = torch.zeros_like(ctx.entropy) if upstream is None else -kept.take(upstream)
         of_entropy = None if entropy_upstream is None else kept.take(entropy_upstream)
         with plan.casts.off():
             work = plan.work(weight, biases[0] if biases else None)
@@ -156,7 +156,7 @@ class _Sharded(torch.autograd.Function):
                 x = read_rows(hidden, index, tile)
                 y = work.product(x)
                 others = (None, None) if of_entropy is None else (ctx.entropy[tile], of_entropy[tile])
-                work.gradient(y, targets[tile], factor[tile], ctx.lse[tile], *others)
+                work.gradient(y, targets[tile], factor[tile], ctx.normaliser[tile], *others)
                 add_gradients(work, y, x, index, tile, dx, totals)
             if dx is not None:
                 dist.all_reduce(dx, group=ctx.group)
