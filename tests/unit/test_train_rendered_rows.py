@@ -139,6 +139,48 @@ def test_nothing_is_said_of_rows_that_are_trained_as_they_are(
     assert not caplog.records
 
 
+CHATML = (
+    "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<turn>"
+    "{% endgeneration %}{% else %}{{ m.content }}<turn>{% endif %}\n{% endfor %}"
+)
+STOPS: dict[str, tuple[str, list[int] | int | None, dict[str, Any], str]] = {
+    "another token": (CHATML, None, {}, "trainer: {eos_token: '<turn>'}"),
+    "another token, in a list that lacks it": (CHATML, [0, 5], {}, "trainer: {eos_token: '<turn>'}"),
+    "another token, assistants alone": (CHATML, None, ASSISTANT, "trainer: {eos_token: '<turn>'}"),
+    "another token, named": (CHATML, None, {"eos_token": "<turn>"}, ""),
+    "one of generation's list": (CHATML, [0, 257], {}, ""),
+    "the only one of generation's": (CHATML, 257, {}, ""),
+    "no token": (CHATML.replace("<turn>", "."), None, {}, "ends with"),
+    "a mark that ends before it": (
+        CHATML.replace("<turn>{% endgen", "{% endgen").replace("{% else", "<turn>{% else"), 257, ASSISTANT, "loss"),
+    "that mark, and a loss of all": (
+        CHATML.replace("<turn>{% endgen", "{% endgen").replace("{% else", "<turn>{% else"), 257, {}, ""),
+    "the tokenizer's": (CHATML.replace("<turn>", "<end>"), None, ASSISTANT, ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", STOPS)
+def test_a_turn_that_generation_would_not_end_is_reported(
+    tmp_path: Path, case: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One line, which names what to do; none where a token that is trained stops generation."""
+    from transformers import AutoTokenizer, GenerationConfig
+
+    template, stops, trainer, words = STOPS[case]
+    model = tiny_run.save_model(tmp_path / "model", vocab_size=258)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.add_tokens(["<turn>"], special_tokens=True)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(model)
+    (model / "generation_config.json").unlink()
+    if stops is not None:
+        GenerationConfig(eos_token_id=stops).save_pretrained(model)
+    with caplog.at_level("WARNING", "seqtile"):
+        read(model, tmp_path / "rows.jsonl", [{"messages": [ASK, ANSWER, ASK, ANSWER]}] * 3, **trainer)
+    assert len(caplog.records) == bool(words), caplog.text
+    assert words in caplog.text and ("3 of 3 rows" in caplog.text or not words)
+
+
 @pytest.mark.parametrize("written", ["{{ c.function.arguments | tojson }}", "{{ 'with ' + c.function.arguments }}"])
 @pytest.mark.parametrize("arguments", [{"at": "cat"}, '{"at": "cat"}'])
 def test_arguments_of_calls_are_written_once(

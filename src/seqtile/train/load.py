@@ -83,6 +83,20 @@ def tokenizer_of(recipe: Recipe) -> PreTrainedTokenizerBase:
     return tokenizer  # type: ignore[no-any-return]
 
 
+def stop_tokens(recipe: Recipe, config: Any, tokenizer: Any) -> frozenset[int]:
+    """Ids at which the trained model stops: the model's own, and the tokenizer's, which the trainer adds to them."""
+    from transformers import GenerationConfig
+
+    if recipe.model == DEMO:
+        return frozenset()
+    try:
+        source: Any = GenerationConfig.from_pretrained(existing_model(recipe.model), **_hub_kwargs(recipe))
+    except (OSError, ValueError):  # it has none, or one that generation cannot use
+        source = config.get_text_config()
+    own = source.eos_token_id
+    return frozenset({tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])} - {None})
+
+
 def bare_config(recipe: Recipe) -> tuple[str, Any]:
     """The path and the configuration of what :func:`load_bare` loads."""
     import transformers

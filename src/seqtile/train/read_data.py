@@ -13,7 +13,7 @@ from seqtile._log import first_rank_logger
 from seqtile.train import demo
 from seqtile.train.arguments import trainer_arguments
 from seqtile.train.data import SAMPLE_OF_A_FILE, Loaded, load_rows, processes_for
-from seqtile.train.load import load_config, tokenizer_of
+from seqtile.train.load import load_config, stop_tokens, tokenizer_of
 from seqtile.train.recipe import DEMO, Recipe
 from seqtile.train.rendered_rows import RowSet, check_rendered, takes_json_arguments, trained_tokenizer
 from seqtile.train.row_formats import MEDIA, RowError, RowFormat, find_key_columns
@@ -53,8 +53,9 @@ def read_data(recipe: Recipe, output: Path, stage: Callable[[str], None]) -> Dat
         UserError: rows or settings of which something would be trained that they do not say.
     """
     trainer_values(recipe)  # these two checks need no data
-    load_config(recipe)
+    config = load_config(recipe)
     tokenizer = trained_tokenizer(tokenizer_of(recipe), recipe.trainer)
+    stops = stop_tokens(recipe, config, tokenizer)
     settings = {
         "text_field": recipe.trainer.get("dataset_text_field", "text"),
         "skip": recipe.skip_bad_rows,
@@ -89,7 +90,7 @@ def read_data(recipe: Recipe, output: Path, stage: Callable[[str], None]) -> Dat
             row_set = RowSet(source, stream.rows(), stream.row_format, stream.sample(), range(SAMPLE_OF_A_FILE))
         else:
             row_set = check_rows(source, **settings)
-        row_set.sample = check_rendered(row_set, tokenizer, arguments)
+        row_set.sample = check_rendered(row_set, tokenizer, arguments, stops)
         sets[name] = row_set
     return Data(arguments, sets, stream)
 

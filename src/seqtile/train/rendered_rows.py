@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -74,13 +74,14 @@ class RowSet:
     sample: list[Tokens] = field(default_factory=list)
 
 
-def check_rendered(row_set: RowSet, tokenizer: Any, arguments: Any) -> list[Tokens]:
+def check_rendered(row_set: RowSet, tokenizer: Any, arguments: Any, stops: Set[int] = frozenset()) -> list[Tokens]:
     """Refuse rows of which something would not be trained, or would not count as they say; report what is changed.
 
     Args:
         row_set: of which the sample is rendered.
         tokenizer: of :func:`trained_tokenizer`.
         arguments: the trainer's (``SFTConfig``).
+        stops: ids of the tokens at which the trained model stops generating.
 
     Returns:
         The sample as it will be trained, whole.
@@ -119,6 +120,8 @@ def check_rendered(row_set: RowSet, tokenizer: Any, arguments: Any) -> list[Toke
             row_notes = _compare_chat(row, row_format, tokens, tokenizer) if is_chat else _compare_ids(row)
         except ValueError as error:
             raise UserError(f"dataset {dataset!r}, {source.place(row_set.sampled[number])}: {error}") from None
+        if is_chat and stops:
+            row_notes += _compare_end(row, row_format, tokens, tokenizer, stops)
         for note in dict.fromkeys(row_notes):
             notes.setdefault(note, []).append(number)
     for note, numbers in notes.items():
@@ -268,6 +271,34 @@ def _compare_chat(row: Mapping[str, Any], row_format: RowFormat, tokens: Tokens,
         f"the chat template does not support role {role!r}"
         for role in sorted(unknown)
         if role not in tokenizer.chat_template
+    ]
+
+
+def _compare_end(
+    row: Mapping[str, Any], row_format: RowFormat, tokens: Tokens, tokenizer: Any, stops: Set[int]
+) -> list[str]:
+    """Report a chat of which no trained token would stop generation: the model would not learn to end its turn."""
+    messages = row["messages" if row_format.is_chat else "completion"]
+    trained = {token for token, label in zip(tokens.ids, tokens.labels, strict=True) if label != IGNORED}
+    if messages[-1]["role"] != "assistant" or trained & stops:
+        return []
+    stop_words = ", ".join(repr(tokenizer.convert_ids_to_tokens(token)) for token in sorted(stops))
+    if stops & {*tokens.ids}:
+        return [
+            f"the token that stops generation ({stop_words}) is not in the loss, so the model would not learn to end "
+            "its turn; move {% endgeneration %} of the chat template behind it"
+        ]
+    special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+    end = next((token for token in reversed(tokens.ids) if token in special), None)
+    if end is None:
+        return [
+            f"a turn of the chat template ends with {tokenizer.decode(tokens.ids[-8:])!r}, but generation stops at "
+            f"{stop_words}; end the assistant's turns with it in the template"
+        ]
+    name = tokenizer.convert_ids_to_tokens(end)
+    return [
+        f"a turn of the chat template ends with {name!r}, but generation stops at {stop_words}; set 'trainer: "
+        f"{{eos_token: {name!r}}}'"
     ]
 
 
