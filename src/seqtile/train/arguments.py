@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -107,6 +108,37 @@ def adapter_config(lora: LoraRecipe | None, model: nn.Module, frozen: Sequence[s
         unread = [name for name in linear if name.startswith(tuple(f"{tower}." for tower in frozen))]
         config.exclude_modules = [*(config.exclude_modules or ()), *unread]
     return config
+
+
+def describe_adapters(model: nn.Module) -> str:
+    """One line on a model with adapters: which layers have them, how many parameters train, and whether experts do."""
+    trained, of_experts, linear = dict[str, int](), 0, set[str]()
+    experts = {name for name, module in model.named_modules() if "expert" in type(module).__name__.lower()}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        owner = re.sub(r"(\.base_layer)*\.(lora_\w+|modules_to_save|original_module)\..*$", "", name)
+        in_expert = ".experts." in f"{owner}." or any(f"{owner}.".startswith(f"{expert}.") for expert in experts)
+        count = int(getattr(parameter, "ds_numel", parameter.numel()))  # ZeRO-3 holds none of it here
+        of_experts += count * in_expert
+        layer = "experts" if in_expert else owner.rpartition(".")[2]
+        trained[layer] = trained.get(layer, 0) + count
+        if not in_expert and isinstance(getattr(model.get_submodule(owner), "base_layer", None), nn.Linear):
+            linear.add(layer)
+    line = f"adapters train {_short(sum(trained.values()))} parameters, on {', '.join(sorted(trained))}"
+    if of_experts:
+        others = ", ".join(sorted(linear))
+        line += f" (experts: {_short(of_experts)}); 'lora: {{target_modules: [{others}]}}' leaves the experts out"
+    elif experts or any(".experts." in name for name, _ in model.named_modules()):
+        line += "; the experts have none"
+    return line
+
+
+def _short(count: int) -> str:
+    for unit, name in ((10**9, "B"), (10**6, "M")):
+        if count >= unit:
+            return f"{count / unit:.3g}{name}" if count < 100 * unit else f"{count / unit:,.0f}{name}"
+    return f"{count:,}"
 
 
 def _evaluation(recipe: Recipe) -> dict[str, Any]:
