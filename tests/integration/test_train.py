@@ -244,6 +244,38 @@ def test_resume_refuses_another_run(model: Path, dataset: Path, tmp_path: Path, 
     assert main(arguments(model, dataset, tmp_path / "out", "--resume", "--steps", "3", "--tile", "shards:2")) == 0
 
 
+@pytest.mark.parametrize("lora", [None, {"r": 2}], ids=["full", "lora"])
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "constant"])
+def test_more_steps_go_on_at_the_learning_rates_of_the_longer_run(
+    model: Path, dataset: Path, tmp_path: Path, schedule: str, lora: dict[str, int] | None
+):
+    """The optimizer's checkpoint holds the last rate of the shorter schedule: zero."""
+    values = {"trainer": {"lr_scheduler_type": schedule}, "lora": lora}
+
+    def rates(output: Path) -> list[float]:
+        return [json.loads(line)["learning_rate"] for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+    run(model, dataset, tmp_path / "whole", steps=4, **values)
+    run(model, dataset, tmp_path / "more", steps=2, **values)
+    before = weights(tmp_path / "more")
+    run(model, dataset, tmp_path / "more", steps=4, resume=True, callbacks=[SignalAt(3)], **values)
+    after = load_file(next((tmp_path / "more" / "checkpoint-3").glob("*model.safetensors")))
+    assert any(not torch.equal(weight, before[name]) for name, weight in after.items())
+    run(model, dataset, tmp_path / "more", steps=4, resume=True, **values)
+    assert rates(tmp_path / "more")[2:] == rates(tmp_path / "whole")[2:]
+    assert min(rates(tmp_path / "whole")) > 0
+
+
+def test_fewer_steps_than_are_done_are_refused(model: Path, dataset: Path, tmp_path: Path, capsys):
+    run(model, dataset, tmp_path / "out", callbacks=[SignalAt(3)])
+    before = sorted((tmp_path / "out").rglob("*"))
+    assert main(["train", "--resume", "--output", str(tmp_path / "out"), "--steps", "2"]) == 2
+    assert "checkpoint-3 has done 3 steps, more than --steps 2" in capsys.readouterr().err
+    assert sorted((tmp_path / "out").rglob("*")) == before
+    assert main(["train", "--resume", "--output", str(tmp_path / "out"), "--steps", "3"]) == 0
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
 def test_resume_without_a_checkpoint(model: Path, dataset: Path, tmp_path: Path, capsys):
     run(model, dataset, tmp_path / "out", steps=1, trainer={"save_strategy": "no"})
     assert main(["train", "--resume", "--output", str(tmp_path / "out")]) == 2

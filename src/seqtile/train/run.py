@@ -327,6 +327,11 @@ def _all_done(trainer: Any, resume_from: Path, output: Path) -> bool:
     steps = trainer.args.max_steps if trainer.args.max_steps > 0 else state["max_steps"]
     if state["global_step"] < steps:
         return False
+    if state["global_step"] > steps:
+        raise UserError(
+            f"{resume_from.name} has done {state['global_step']} steps, more than --steps {steps}; use more steps, or an "
+            "earlier checkpoint (--from-checkpoint)"
+        )
     if not why_not_whole(output):
         raise UserError(f"this run has finished its {steps} steps; use more --steps to continue")
     logger.info("all %d steps are done; saving the model", steps)

@@ -333,6 +333,14 @@ class Trainer(SFTTrainer, _SplitLoss):
             optimizer: Any = self.optimizer
             getattr(optimizer, "optimizer", optimizer).state.clear()
 
+    def set_learning_rate(self) -> None:
+        """After a resume: the rate of this run's schedule; the checkpoint has that of its own, 0 at its last step."""
+        scheduler: Any = self.lr_scheduler
+        scheduler = getattr(scheduler, "scheduler", scheduler)  # accelerate's wrapper
+        if isinstance(scheduler, torch.optim.lr_scheduler.LambdaLR):
+            scheduler.last_epoch -= 1
+            scheduler.step()
+
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         step = self.state.global_step
         if step == self._saved_step:
@@ -471,6 +479,8 @@ class _Checks(TrainerCallback):
         if self.trainer.all_done:
             raise _NothingToTrain
         self.trainer.try_saving()
+        if state.global_step:
+            self.trainer.set_learning_rate()
         if state.global_step == 0:
             self.trainer.begin()
 
