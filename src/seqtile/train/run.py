@@ -329,8 +329,8 @@ def _all_done(trainer: Any, resume_from: Path, output: Path) -> bool:
         return False
     if state["global_step"] > steps:
         raise UserError(
-            f"{resume_from.name} has done {state['global_step']} steps, more than --steps {steps}; use more steps, or an "
-            "earlier checkpoint (--from-checkpoint)"
+            f"{resume_from.name} has done {state['global_step']} steps, more than --steps {steps}; use more steps, or "
+            "an earlier checkpoint (--from-checkpoint)"
         )
     if not why_not_whole(output):
         raise UserError(f"this run has finished its {steps} steps; use more --steps to continue")
