@@ -17,16 +17,16 @@ export PYTHONPATH=$PWD/src${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 HF_HUB_
 export TORCHINDUCTOR_COMPILE_THREADS=4 # of each process, and the tests are nine
 if [ -n "${WHEELS:-}" ]; then
     packages=$(mktemp -d)
-    "$python" -m pip install --quiet --no-index --no-deps --no-compile --target "$packages" "$WHEELS"/*.whl || exit
+    "$python" -m pip install --quiet --no-index --no-deps --target "$packages" "$WHEELS"/*.whl || exit
     export PYTHONPATH=$PYTHONPATH:$packages
 fi
 
-device=cuda tests=() smoke=() layers=32 short=32768 long=131072
+device=cuda tests=() smoke=() few=8 layers=32 short=32768 long=131072
 if [ "${1:-}" = --smoke ]; then
     shift
-    device=cpu tests=(--parts "steps, peers") smoke=(--device cpu --smoke) layers=2 short=256 long=512
+    device=cpu tests=(--parts "steps, peers") smoke=(--device cpu --smoke) few=2 layers=2 short=256 long=512
 fi
-parts=${*:-faults steps weights long}
+parts=${*:-faults gradients gradients-full steps weights long}
 
 part() { # NAME SECONDS COMMAND...
     local name=$1 seconds=$2 start=$SECONDS code=0
@@ -42,9 +42,16 @@ figures() { # NAME SECONDS ARGUMENTS...
     part "$name" "$seconds" "$python" benchmarks/step.py "${smoke[@]}" --out "$out" --rounds 1 "$@"
 }
 
-part faults 115 "$python" tests/on_device.py --device "$device" --seconds 105 --out "$out/faults" "${tests[@]}"
-figures steps 160 --quick --minutes 2.3
-figures weights 110 --minutes 1.6 --parts gradients steps --layers "$layers" --tokens "$short" --train lora \
+# What tells right from wrong runs side by side, timings run alone.
+part faults 115 "$python" tests/on_device.py --device "$device" --seconds 105 --out "$out/faults" "${tests[@]}" &
+{
+    figures gradients 80 --minutes 1.2 --parts gradients --layers "$few" --tokens "$short" --train lora \
+        --methods liger seqtile seqtile+attention-saved+offload-weights
+    figures gradients-full 40 --minutes 0.6 --parts gradients --tokens "$short" --train full --methods liger seqtile
+} &
+wait
+figures steps 160 --minutes 2.3 --quick --parts steps machine loss
+figures weights 110 --minutes 1.6 --parts steps --layers "$layers" --tokens "$short" --train lora \
     --methods seqtile+attention-saved seqtile+attention-saved+weights seqtile+attention-saved+offload-weights
 figures long 160 --minutes 2.5 --parts steps --layers "$layers" --tokens "$long" --train lora \
     --methods seqtile+attention-saved+offload
@@ -52,5 +59,5 @@ figures long 160 --minutes 2.5 --parts steps --layers "$layers" --tokens "$long"
 for name in $parts; do
     printf '\n== %s ==\n' "$name"
     # Of the tests a line a part and each failure, of the figures the tables.
-    grep -E '^\||^Steps|FAILED|ERROR|parts|exit code|[0-9] (passed|failed)' "$out/$name.txt"
+    grep -E '^\||^Steps|gradient_error|FAILED|ERROR|parts|exit code|[0-9] (passed|failed)' "$out/$name.txt"
 done

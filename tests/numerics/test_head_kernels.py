@@ -221,4 +221,10 @@ def test_the_kernel_itself(impl: str) -> None:
     }
     upstream = torch.tensor(0.375, device=device)
     truth, plain = run(twin, true, upstream), run(twin, given, upstream)
-    assert_as_good(run(TILED, given, upstream, impl=impl), plain, truth)
+    try:
+        tiled = run(TILED, given, upstream, impl=impl)
+    except ValueError as error:
+        if "this version" in str(error):
+            pytest.skip(str(error))
+        raise
+    assert_as_good(tiled, plain, truth)
