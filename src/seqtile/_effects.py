@@ -50,16 +50,19 @@ def which(chosen: Named, frozen: Named) -> str:
 
 
 class Watched(StandIn):
-    """Stands in on a whole model, and reports after the model's first training forward if it had no effect.
+    """Stands in on a whole model, and warns after its first training forward of each option that had no effect.
 
     It watches through a forward hook on the model's backbone, since a trainer may replace the model's own forward. The
     hook comes off after that forward.
     """
 
+    looks_while_compiling = False
+    """Whether effects are known once torch.compile has traced the forward, which then runs no hook."""
+
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
-        self.idle = ""
-        """Why it did nothing in the first training forward, or ""."""
+        self.idle: list[str] = []
+        """What did nothing in the first training forward, and why."""
 
     def watch(self) -> None:
         backbone: nn.Module = getattr(self.module, "base_model", self.module)
@@ -68,8 +71,8 @@ class Watched(StandIn):
     def unwatch(self) -> None:
         self._hook.remove()
 
-    def without_effect(self) -> str:
-        """Why nothing was done in the forward that has just ended, or "" if something was."""
+    def without_effect(self) -> list[str]:
+        """A sentence for each option that did nothing in the forward that has just ended, with the reason."""
         raise NotImplementedError
 
     def notes(self) -> list[str]:
@@ -77,20 +80,32 @@ class Watched(StandIn):
         raise NotImplementedError
 
     def _look(self, backbone: nn.Module, args: Any, output: Any) -> None:
-        if torch.compiler.is_compiling() or not (backbone.training and torch.is_grad_enabled()):
+        if not (backbone.training and torch.is_grad_enabled()):
+            return
+        if torch.compiler.is_compiling():
+            if self.looks_while_compiling:
+                self._look_outside_the_graph()
             return
         if backbone is not getattr(self.module, "base_model", self.module):  # a copy of it, with the copied hook
             return
         if any(isinstance(value, Tensor) and value.requires_grad for value in tree_iter(output)):
             self.unwatch()
-            self.idle = self.without_effect()
-            if self.idle:
-                self.warn(self.idle)
+            self._warn_of_idle()
+
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def _look_outside_the_graph(self) -> bool:
+        self._warn_of_idle()
+        return True
+
+    def _warn_of_idle(self) -> None:
+        self.idle = self.without_effect()
+        for sentence in self.idle:
+            self.warn(sentence)
 
     def warnings(self) -> list[str]:
-        """The warning that was logged, if it still holds."""
-        still = self.without_effect() if self.idle else ""
-        return sorted(self.told - {self.idle}) + [still] * bool(still)
+        """The warnings that were logged, as far as they still hold."""
+        still = self.without_effect() if self.idle else []
+        return sorted(self.told - {*self.idle}) + still
 
     def warn(self, text: str) -> None:
         """Log ``text`` as a warning, once."""

@@ -127,7 +127,7 @@ def apply_choice(model: nn.Module, choice: Choice) -> Report:
     chosen = {name: value for name, value in settings.items() if value != DEFAULTS[name]}
     for sentence in choice.why:
         logger.info("fit: %s", sentence)
-    return replace(apply_options(model, choice.options), settings=chosen, why=choice.why)
+    return replace(apply_options(model, choice.options, others_stay=False), settings=chosen, why=choice.why)
 
 
 def choose_for(

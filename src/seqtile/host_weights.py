@@ -432,10 +432,10 @@ class HostWeights(Watched):
             + f"; left on the device: {left}" * bool(left)
         )
 
-    def without_effect(self) -> str:
+    def without_effect(self) -> list[str]:
         if self.stream is not None and self.stream.fetched_bytes:
-            return ""
-        return "offload='weights' fetched nothing in the first training step: the decoder layers' forward did not run"
+            return []
+        return ["offload='weights' fetched nothing in the first training step: the decoder layers' forward did not run"]
 
     def notes(self) -> list[str]:
         return self.warnings()
@@ -538,14 +538,20 @@ def check_host_weights(model: nn.Module) -> None:
 
 def install_host_weights(model: nn.Module) -> str:
     """Move the frozen weights of the decoder layers to the host, unless they are there; returns what was done."""
-    phrases = []
-    for _, module in split_frozen(find_checkpointed(model))[0]:
-        standing = module.__dict__.get(_MARK)
-        if standing is None or standing.stream is None:  # a copy of such a model has the mark, and its own weights
-            remove_host_weights(module)
-            standing = HostWeights(module)
-            standing.install()
-        phrases.append(standing.describe())
+    phrases, moved = [], list[HostWeights]()
+    try:
+        for _, module in split_frozen(find_checkpointed(model))[0]:
+            standing = module.__dict__.get(_MARK)
+            if standing is None or standing.stream is None:  # a copy of such a model has the mark, and its own weights
+                remove_host_weights(module)
+                standing = HostWeights(module)
+                standing.install()
+                moved.append(standing)
+            phrases.append(standing.describe())
+    except BaseException:
+        for standing in moved:
+            standing.remove()
+        raise
     return "; ".join(phrases)
 
 

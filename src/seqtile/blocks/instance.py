@@ -187,6 +187,18 @@ class Installed(ForwardStandIn):
     most_tiles = most_tokens = 0
     """Maximum tiles and tokens of any call so far."""
 
+    acted = False
+    """Whether some call so far ran in parts: in more than one tile, or in passes."""
+
+    called = False
+    """Whether some call so far reached the choice of its parts."""
+
+    idle_reason = ""
+    """Why the last call that could not run in parts could not."""
+
+    kept = fused = False
+    """Whether some call so far saved gate and up, and ran the fused operator."""
+
     compiled = False
     """Whether torch.compile has compiled it, without the parts in :attr:`left_out_compiled`."""
 
@@ -265,6 +277,7 @@ class Installed(ForwardStandIn):
             computed: weights that were computed for this call, in place of the modules' own of these names.
         """
         if inside_a_tile():
+            self.acted = True
             return untiled()
         if torch.compiler.is_compiling():
             return self._run_compiled(chain, tensors, call, untiled, lanes, computed)
@@ -285,6 +298,7 @@ class Installed(ForwardStandIn):
         tokens = x.shape[:-1].numel()
         sizes = self.setting.rule.tile_sizes(tokens, operands.shape)
         self.most_tiles, self.most_tokens = max(self.most_tiles, len(sizes)), max(self.most_tokens, tokens)
+        self.called, self.acted = True, self.acted or len(sizes) > 1
         if not sizes and tokens and reduces_as_they_arrive(operands.trained):
             sizes = (tokens,)  # one tile, not none: another rank's batch may be tiled
         if not sizes:
@@ -297,6 +311,7 @@ class Installed(ForwardStandIn):
             return fused_norm(x, fused, verdict.proof.graph.outputs[2][2], sizes)
         dense = operands.dense_bytes
         kept_share = keep.share(sizes, operands.shape, dense)
+        self.fused, self.kept = True, self.kept or kept_share * len(sizes) >= 1
         return fused_mlp(x, fused, sizes, keep=kept_share, holds_dense=keep.holds_dense(dense))
 
     def verdict(self, chain: Chain, mode: Mode) -> Verdict:
@@ -342,6 +357,7 @@ class Installed(ForwardStandIn):
             return untiled()
         trained, tokens = trained_weights(chain, computed), x.shape[:-1].numel()
         sizes = self.setting.rule.tile_sizes(tokens, self.setting.shape(x, trained, False, lanes))
+        self.note_cut(len(sizes) > 1)
         if not sizes and tokens and reduces_as_they_arrive(trained):
             sizes = (tokens,)
         return self._in_tiles(chain.modules, tensors, call, sizes, computed, False) if sizes else untiled()
@@ -375,7 +391,13 @@ class Installed(ForwardStandIn):
 
         An attribute that is set while a checkpointed layer is compiled leaves all of the layer uncompiled.
         """
-        self.compiled = True
+        self.compiled, self.idle_reason = True, self.left_out_compiled
+        return True
+
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def note_cut(self, cut: bool) -> bool:
+        """Note, outside the graph, that it runs in more than one tile."""
+        self.called, self.acted = True, self.acted or cut
         return True
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -402,6 +424,7 @@ class Installed(ForwardStandIn):
         return untiled()
 
     def _log_untiled(self, reason: str) -> None:
+        self.idle_reason = reason
         if self.is_news(reason):
             logger.warning("%s runs untiled: %s", self.title, reason)
 

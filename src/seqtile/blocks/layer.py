@@ -305,6 +305,10 @@ class TiledLayer(Installed):
             member = getattr(layer, name)
             if isinstance(member, nn.Module) and (has_hooks(member) or isinstance(member, fsdp1)):
                 hooked.append(name)
+            elif (
+                isinstance(member, nn.Module) and getattr(member.__dict__.get("forward"), "owner", "") == "tile_module"
+            ):
+                return f"{name} was tiled by seqtile.tile_module since"
         return f"{', '.join(hooked)} has hooks" if hooked else ""
 
     def _apart(self, reason: str, layer: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

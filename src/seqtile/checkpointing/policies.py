@@ -83,6 +83,21 @@ def check_checkpointing(model: nn.Module, policy: str | None, offload: bool | in
             "checkpoint='attention-saved' needs an attention kernel, got attn_implementation='eager'; load the "
             "model with attn_implementation='sdpa'"
         )
+    for module in chosen:
+        for part in module.modules():
+            if (function := part.__dict__.get(CHECKPOINT_FUNCTION)) is not None:
+                _refuse_conflict(_without_policy(function), policy, offload)
+
+
+def _refuse_conflict(function: Any, policy: str | None, offload: bool | int) -> None:
+    """Raise if a layer's checkpoint function cannot run with this policy."""
+    if offload and getattr(function, "func", function) is not checkpoint:
+        raise UserError("both seqtile's offload and gradient_checkpointing_kwargs' offload are on; drop one")
+    if policy == "attention-saved" and getattr(function, "keywords", {}).get("use_reentrant"):
+        raise UserError(
+            "checkpoint='attention-saved' needs non-reentrant activation checkpointing, got use_reentrant=True; use "
+            "use_reentrant=False"
+        )
 
 
 def install_checkpointing(model: nn.Module, policy: str | None, offload: bool | int) -> str:
@@ -159,7 +174,7 @@ class Checkpointing(Watched):
                 if hook not in self.before.get(INPUT_HOOKS[0], ()):
                     hook.remove()
         else:
-            self._change(lambda former: former.keywords["_seqtile_former"] if _ours(former) else former)
+            self._change(_without_policy)
 
     def _change(self, change: Callable[[Any], Any]) -> None:
         for module in self.module.modules():
@@ -182,16 +197,10 @@ class Checkpointing(Watched):
         Raises:
             UserError: two settings that exclude each other.
         """
+        _refuse_conflict(function, self.policy, self.offload)
         keywords = dict(getattr(function, "keywords", {}))
         base = getattr(function, "func", function)
-        if self.offload and base is not checkpoint:
-            raise UserError("both seqtile's offload and gradient_checkpointing_kwargs' offload are on; drop one")
         if self.attention is not None:
-            if keywords.get("use_reentrant"):
-                raise UserError(
-                    "checkpoint='attention-saved' needs non-reentrant activation checkpointing, got "
-                    "use_reentrant=True; use use_reentrant=False"
-                )
             keywords["use_reentrant"] = False
             if "context_fn" in keywords:
                 self.warn("another library's context_fn (TRL's 'selective') decides what checkpoints save")
@@ -289,25 +298,26 @@ class Checkpointing(Watched):
             phrases.append("layer inputs on the host" + (", and attention's output" if self.attention else ""))
         return "; ".join(phrases) or "plain activation checkpointing"
 
-    def without_effect(self) -> str:
-        saved, names = self.attention, [f"checkpoint={self.policy!r}"] + ["offload"] * self.offload
+    def without_effect(self) -> list[str]:
+        saved, policy = self.attention, f"checkpoint={self.policy!r}"
         if not self.calls:
             why = "no layer calls an activation checkpoint" if is_on(self.module) else "checkpointing is switched off"
-            return (
+            names = [policy] * (saved is not None or not self.offload) + ["offload"] * self.offload
+            return [
                 f"{' and '.join(names)} had no effect in the first training step of {type(self.module).__name__}: {why}"
-            )
+            ]
+        sentences = []
         if saved is not None and saved.calls and not saved.saved:
-            return (
-                "checkpoint='attention-saved' found no attention kernel in the layers, so nothing was saved; load "
-                "the model with attn_implementation='sdpa' or FlashAttention"
+            sentences.append(
+                f"{policy} had no effect in the first training step: found no attention kernel in the layers, so "
+                "nothing was saved; load the model with attn_implementation='sdpa' or FlashAttention"
             )
         if self.host is not None and not self.host.ever_parked:
-            return "offload moved nothing in the first training step: " + (
-                f"offload='{self.host.budget}B' is smaller than one layer's input"
-                if self.host.budget
-                else "the layers' checkpoints have no hidden states"
-            )
-        return ""
+            why = "the layers' checkpoints have no hidden states"
+            if self.host.budget:
+                why = f"offload='{self.host.budget}B' is smaller than one layer's input"
+            sentences.append(f"offload moved nothing in the first training step: {why}")
+        return sentences
 
     def notes(self) -> list[str]:
         saved, notes = self.attention, self.warnings()
@@ -358,6 +368,10 @@ def _by_name(function: Callable[..., Any], name: str, hidden: Tensor, *args: Any
 
 def _ours(function: Any) -> bool:
     return "_seqtile_former" in getattr(function, "keywords", {})
+
+
+def _without_policy(function: Any) -> Any:
+    return function.keywords["_seqtile_former"] if _ours(function) else function
 
 
 def is_on(module: Any) -> bool:

@@ -135,11 +135,13 @@ class HeadWise(Installed):
             tokens = hidden_states.shape[:-1].numel()
             per_pass = head_passes(tokens, shape.query // shape.groups, shape.groups)
         cuts = cut_heads(shape.groups, per_pass)
+        self.called, self.acted = True, self.acted or len(cuts) > 1
         if len(cuts) == 1 and self.heads.per_pass == "auto" and not reduces_as_they_arrive(module.parameters()):
             return ()
         return cuts
 
     def _tell(self, why: str) -> None:
+        self.idle_reason = why
         if self.is_news(why):
             logger.warning("%s runs all heads at once: %s", self.heads.name, why)
 
@@ -263,6 +265,7 @@ class _AfterExchange:
             tokens = query.shape[0] * query.shape[2]
             per_pass = head_passes(tokens, shape.query // shape.groups, shape.groups)
         cuts = cut_heads(shape.groups, per_pass)
+        forward.called, forward.acted = True, forward.acted or len(cuts) > 1
         sinks = kwargs.pop("s_aux", None)
         if len(cuts) == 1 or sinks is not None:
             if sinks is not None:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import functools
 import logging
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from enum import IntEnum
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import nn
 
-from seqtile._compat import is_tiled_by_unsloth, untested
+from seqtile._compat import forward_pre_hooks_of, is_tiled_by_unsloth, untested
 from seqtile._errors import UserError, expect_module
 from seqtile.blocks.instance import Installed, Setting, TiledForward, installed_forwards, logger
 from seqtile.blocks.layer import TiledLayer, TiledPair
@@ -31,11 +32,12 @@ from seqtile.blocks.norms_and_projections import (
 from seqtile.checkpointing.policies import standing_checkpointing
 from seqtile.devices import device_bytes
 from seqtile.engines.granularity import refuse_wrapped
-from seqtile.engines.zero3 import is_marked, mark_leaf, whole_shape
-from seqtile.headwise.install_heads import find_for, install_heads
+from seqtile.engines.zero3 import mark_leaf, whole_shape
+from seqtile.headwise.install_heads import HeadLayer, HeadWise, find_for, install_heads
 from seqtile.host_weights import standing_host_weights
 from seqtile.install.loss_and_checkpoints import Rest, remove_rest
 from seqtile.install.report import Block, Report
+from seqtile.install.tile_effects import remove_tile_effects, watch_tiles
 from seqtile.lm_loss.tiled_loss import standing_losses
 from seqtile.options import WHOLE_LAYER, Only, TilingOptions
 from seqtile.recognise.candidates import LOOKED_FOR, Candidate, Left, chain_of, expected_mode, find_blocks
@@ -44,6 +46,7 @@ from seqtile.recognise.layer_parts import Neighbours
 from seqtile.recognise.proof import for_training, prove
 from seqtile.rules import Combination, check_combination
 from seqtile.state.state_layers import install_state
+from seqtile.state.tiled_state import StateForward
 from seqtile.tiling import BlockShape, KeepRule
 
 
@@ -68,7 +71,11 @@ def apply(
 
     Each tiled instance gets a ``forward`` of its own that computes one tile at a time and recomputes it in backward;
     the model's numbers, gradients, parameter names and ``state_dict`` stay what they were. Works before or after
-    adapters are added, and before an engine (DDP, FSDP, DeepSpeed) wraps the model. A second call replaces the first.
+    adapters are added, and before an engine (DDP, FSDP, DeepSpeed) wraps the model.
+
+    A second call replaces what it asks for: the blocks (unless ``blocks="none"``), and each of ``loss``, ``checkpoint``
+    with ``offload``, ``heads`` and ``state`` that it gives. What it does not ask for stays, as does all of the first
+    call if the second one is refused. :func:`fit` asks for everything; :func:`undo` takes everything off.
 
     Args:
         model: any ``nn.Module`` with position-wise blocks, on any device, the meta device included.
@@ -137,28 +144,41 @@ def apply(
     return apply_options(model, options)
 
 
-def apply_options(model: nn.Module, options: TilingOptions) -> Report:
-    """:func:`apply` with its arguments in a record."""
-    rest = Rest(options)
+def apply_options(model: nn.Module, options: TilingOptions, *, others_stay: bool = True) -> Report:
+    """:func:`apply` with its arguments in a record.
+
+    Args:
+        model: as for :func:`apply`.
+        options: its arguments.
+        others_stay: whether parts that ``options`` do not ask for stay as an earlier call left them, or come off.
+    """
     check_combination(Combination(options))
     if not options.tiled and not options.beside_blocks:
         raise UserError("blocks='none' leaves nothing to do; add loss, checkpoint, offload, heads or state")
     expect_module(model, "apply")
     refuse_wrapped(model)
+    rest = Rest(options, others_stay)
     rest.check(model)
-    attention, left_attention = find_for(model, options.heads)
+    lowest = Layer.lowest(options, others_stay)
+    heads, state = options.heads, options.state
+    for forward in installed_forwards(model) if others_stay else ():
+        if isinstance(forward, HeadWise) and lowest <= Layer.HEADS:
+            heads = heads or forward.heads.per_pass
+        elif isinstance(forward, StateForward) and lowest <= Layer.STATE:
+            state = state or forward.state.tile
+    attention, left_attention = find_for(model, heads)
     blocks, chosen, left = list[Candidate](), list[Candidate](), list[Left]()
     if options.tiled:
         refuse_tiled_by_unsloth(model)
         blocks, chosen, left = _choose_blocks(model, options)
     count = max(len(chosen), 1)
     keep = with_free_memory(options.keep_rule(count), model, count)
-    with rest.replacing(model), replacing(model):
+    norms = [f"{module.layer}.{module.norm}".strip(".") for module in attention if module.norm]
+    head_wise = [*(module.name for module in attention), *norms]
+    with replacing(model, lowest, head_wise):
         tiled = tuple([_tile(model, block, keep, options) for block in chosen])
         rows, whole = "", len(chosen) == len(blocks)
         if options.blocks == WHOLE_LAYER:
-            norms = [f"{module.layer}.{module.norm}".strip(".") for module in attention if module.norm]
-            head_wise = [*(module.name for module in attention), *norms]
             found_rows = find_rows(model, chosen, head_wise, whole=whole)
             tile_rows(found_rows, ROWS_AUTO if options.tile_rule.kind == "auto" else options.tile_rule, options.path)
             rows = words_for(found_rows)
@@ -171,15 +191,38 @@ def apply_options(model: nn.Module, options: TilingOptions) -> Report:
             # A separately tiled norm keeps those, and one that accelerate moves (device_map) its hook.
             install_norms([norm for norm in kernel_norms if "forward" not in norm.module.__dict__], trusted)
             left = [*left, *left_norms]
-        heads = install_heads(model, options.heads, attention, left_attention)
+        done_to_heads = install_heads(model, heads, attention, left_attention)
+        done_to_state, left_states = install_state(model, state)
         loss, checkpointing = rest.install(model)
-        state, left_states = install_state(model, options.state)
+    watch_tiles(model)
     left = [*dict.fromkeys([*left, *left_attention, *left_states])]  # a prediction head once
-    report = Report(tiled, tuple(left), len(blocks), keep, weakref.ref(model), heads, loss, checkpointing, rows, state)
+    report = Report(
+        tiled, tuple(left), len(blocks), keep, weakref.ref(model), done_to_heads, loss, checkpointing, rows,
+        done_to_state,
+    )  # fmt: skip
     if logger.isEnabledFor(logging.WARNING):
         _warn_of_versions()
     logger.info("%s", report)
     return report
+
+
+class Layer(IntEnum):
+    """The tiled forwards in the order in which they are put over each other."""
+
+    BLOCKS, HEADS, STATE, NOTHING = range(4)
+
+    @classmethod
+    def of(cls, forward: Installed) -> Layer:
+        if isinstance(forward, StateForward):
+            return cls.STATE
+        return cls.HEADS if isinstance(forward, HeadWise | HeadLayer) else cls.BLOCKS
+
+    @classmethod
+    def lowest(cls, options: TilingOptions, others_stay: bool) -> Layer:
+        """The lowest that ``options`` replace; those above it are installed again."""
+        if options.tiled or not others_stay:
+            return cls.BLOCKS
+        return cls.HEADS if options.heads else cls.STATE if options.state else cls.NOTHING
 
 
 def _choose_blocks(model: nn.Module, options: TilingOptions) -> tuple[list[Candidate], list[Candidate], list[Left]]:
@@ -247,29 +290,47 @@ def _is_of_owner(forward: Any) -> bool:
 
 
 @contextmanager
-def replacing(model: nn.Module, *, modules_too: bool = False) -> Iterator[None]:
-    """Take the tiled forwards off, and put them back if the ``with`` block raises :class:`UserError`.
+def replacing(
+    model: nn.Module, lowest: Layer = Layer.BLOCKS, head_wise: Sequence[str] = (), *, modules_too: bool = False
+) -> Iterator[None]:
+    """Take tiled forwards off, and put them back if the ``with`` block raises.
 
     Args:
         model: what to tile again.
+        lowest: those above it come off too.
+        head_wise: names of modules that will run in head-wise attention, where no projection may have its own tiles.
         modules_too: also those of :func:`seqtile.tile_module`.
     """
+    inside = {part for name in head_wise for part in model.get_submodule(name).modules()}
 
-    def standing() -> list[Installed]:
-        return [forward for forward in installed_forwards(model) if modules_too or not _is_of_owner(forward)]
+    def to_replace() -> list[Installed]:
+        return [
+            forward for forward in installed_forwards(model)
+            if (modules_too or not _is_of_owner(forward))
+            and (Layer.of(forward) >= lowest or (type(forward) is TiledRows and forward.module in inside))
+        ]  # fmt: skip
 
-    removed = [(forward, is_marked(forward.module)) for forward in standing()]
-    for forward, _ in removed:
+    layers = [forward for forward in installed_forwards(model) if isinstance(forward, TiledLayer)]
+    attentions = [layer.attention for layer in layers]
+    removed = to_replace()
+    changed = {forward.module for forward in removed}
+    attributes = [(module, dict(module.__dict__), dict(forward_pre_hooks_of(module))) for module in changed]
+    for forward in removed:
         forward.remove()
+    if lowest <= Layer.HEADS:
+        for layer in layers:
+            layer.attention = None
     try:
         yield
-    except UserError:
-        for forward in standing():
+    except BaseException:
+        for forward in to_replace():
             forward.remove()
-        for forward, was_marked in reversed(removed):
-            forward.install()
-            if was_marked:
-                mark_leaf(forward.module)
+        for layer, attention in zip(layers, attentions, strict=True):
+            layer.attention = attention
+        for module, former, hooks in attributes:
+            module.__dict__.update(former)
+            forward_pre_hooks_of(module).clear()
+            forward_pre_hooks_of(module).update(hooks)
         raise
 
 
@@ -277,6 +338,7 @@ def undo(model: nn.Module) -> int:
     """Take every tiled ``forward`` off ``model`` and restore each attribute; returns how many blocks' came off."""
     expect_module(model, "undo")
     remove_rest(model)
+    remove_tile_effects(model)
     blocks = 0
     for forward in installed_forwards(model):
         forward.remove()

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
 from seqtile._compat import CHECKPOINT_FUNCTION, attention_kind
 from seqtile._effects import split_frozen
-from seqtile._errors import UserError
 from seqtile.checkpointing.keep_attention import kept_per_token
 from seqtile.checkpointing.policies import (
     check_checkpointing,
@@ -27,7 +25,7 @@ from seqtile.host_weights import (
     remove_host_weights,
     standing_host_weights,
 )
-from seqtile.lm_loss.tiled_loss import check_kernel, find_causal_lms, install_loss, remove_loss, standing_losses
+from seqtile.lm_loss.tiled_loss import check_loss, install_loss, remove_loss, standing_losses
 from seqtile.ops.attention.backends import FLEX
 from seqtile.options import TilingOptions
 from seqtile.recognise.decoder_layers import decoder_layers, states_of
@@ -35,49 +33,57 @@ from seqtile.recognise.decoder_layers import decoder_layers, states_of
 
 @dataclass(frozen=True)
 class Rest:
-    """The parts of :func:`seqtile.apply` besides the blocks."""
+    """The parts of :func:`seqtile.apply` besides the tiled forwards; each stays unless it is asked for.
+
+    Attributes:
+        options: what is asked for.
+        others_stay: whether parts that are not asked for stay, or come off.
+    """
 
     options: TilingOptions
+    others_stay: bool = True
 
     def check(self, model: nn.Module) -> None:
         """Refuse what ``model`` cannot do, before anything is changed."""
         if self.options.loss is not None:
-            for _, module in find_causal_lms(model)[0]:
-                check_kernel(module.get_output_embeddings(), self.options.loss_impl)  # type: ignore[operator]
-        check_checkpointing(model, self.options.checkpoint, self.options.offload_room)
+            check_loss(model, self.options.loss_impl)
+        if self.options.checkpoint is not None or self.options.offload_room:
+            check_checkpointing(model, *self._checkpoints(model))
         if self.options.weights_on_host:
             check_host_weights(model)
 
-    @contextmanager
-    def replacing(self, model: nn.Module) -> Iterator[None]:
-        """Take loss and checkpoint policy off, and put them back if the ``with`` block raises UserError."""
-        losses, policies = standing_losses(model), standing_checkpointing(model)
-        _remove_loss_and_checkpoints(model)
-        try:
-            yield
-        except UserError:
-            _remove_loss_and_checkpoints(model)  # undo what was installed before the error
-            for loss in losses:
-                loss.install()
-            for policy in policies:
-                policy.install()
-            raise
+    def _checkpoints(self, model: nn.Module) -> tuple[str | None, bool | int]:
+        """(what checkpoints save, whether or how many bytes of it go to the host), with what stands where not given."""
+        policy, room = self.options.checkpoint, self.options.offload_room
+        for standing in standing_checkpointing(model) if self.others_stay else ():
+            policy = policy or standing.policy
+            if standing.host is not None:
+                room = room or standing.host.budget or True
+        return policy, room
 
     def install(self, model: nn.Module) -> tuple[str, str]:
-        """Change the model; return a description of the new loss and one of the new checkpoints."""
-        options, loss = self.options, ""
+        """Change the model; return a description of the new loss and one of the new checkpoints.
+
+        Only moving the weights can fail after :meth:`check`, and leaves them as they were.
+        """
+        options, loss, on_host = self.options, "", ""
+        if options.weights_on_host:  # those that wait there already stay: the device may not have room for all of them
+            on_host = install_host_weights(model)
+        elif not self.others_stay:
+            remove_host_weights(model)
+        done = []
+        policy, room = self._checkpoints(model)
+        if options.checkpoint is not None or options.offload_room or not self.others_stay:
+            remove_checkpointing(model)
+        if options.checkpoint is not None or options.offload_room:
+            done.append(install_checkpointing(model, policy, room))
+            if policy == "attention-saved":
+                done[-1] += recomputed(states_of(model))
+        if options.loss is not None or not self.others_stay:
+            remove_loss(model)
         if options.loss is not None:
             loss = install_loss(model, options.loss_rule, options.loss_impl)
-        done = []
-        if options.checkpoint is not None or options.offload_room:
-            done.append(install_checkpointing(model, options.checkpoint, options.offload_room))
-        if options.checkpoint == "attention-saved":
-            done[-1] += recomputed(states_of(model))
-        if options.weights_on_host:  # those that wait there already stay: the device may not have room for all of them
-            done.append(install_host_weights(model))
-        else:
-            remove_host_weights(model)
-        return loss, "; ".join(done)
+        return loss, "; ".join([*done, *([on_host] if on_host else [])])
 
 
 def recomputed(states: Mapping[str, Sequence[str]]) -> str:
@@ -120,13 +126,9 @@ def attention_runs_twice(model: nn.Module, tokens: int) -> str:
 
 def remove_rest(model: nn.Module) -> None:
     """Take the tiled loss and the checkpoint policy off, and put weights back on the device."""
-    _remove_loss_and_checkpoints(model)
-    remove_host_weights(model)
-
-
-def _remove_loss_and_checkpoints(model: nn.Module) -> None:
     remove_loss(model)
     remove_checkpointing(model)
+    remove_host_weights(model)
 
 
 def rest_notes(model: nn.Module) -> list[str]:

@@ -19,6 +19,7 @@ from seqtile.checkpointing.reentrant import is_reentrant, shares_keys
 from seqtile.devices import device_type
 from seqtile.headwise.install_heads import rotary_by_kernel
 from seqtile.install.loss_and_checkpoints import attention_runs_twice, rest_notes
+from seqtile.install.tile_effects import tile_effects
 from seqtile.ops import norm, rotary
 from seqtile.ops.attention.backends import attention_sentences, rotary_sentences
 from seqtile.recognise.candidates import Left
@@ -146,6 +147,7 @@ class Report(PrintsAsSentence):
         ]
         notes += dict.fromkeys(left_out)
         further = rest_notes(model) if model is not None else []
+        further += [] if model is None else [note for effects in tile_effects(model) for note in effects.notes()]
         ran = [seen for forward in forwards if (seen := getattr(forward, "attention_ran", None)) is not None]
         if ran and not any(note.startswith("attention ran on") for note in further):
             further += attention_sentences(frozenset().union(*ran))

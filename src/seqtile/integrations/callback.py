@@ -159,7 +159,7 @@ class TilingCallback(TrainerCallback):
         done = []
         for attribute, name in (("ref_model", "reference model"), ("teacher_model", "teacher model")):
             model = getattr(trainer, attribute, None)
-            if not isinstance(model, nn.Module) or carries(model):
+            if not isinstance(model, nn.Module) or tiled_names(model):
                 continue
             if trainer.is_deepspeed_enabled:
                 done.append(f"the {name} is not tiled: DeepSpeed has wrapped it already")

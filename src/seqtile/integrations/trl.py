@@ -16,21 +16,23 @@ from seqtile._compat import ONLINE_DPO_FORWARD
 from seqtile._errors import UserError
 from seqtile.install.apply import apply
 from seqtile.lm_loss.deferred_logits import DeferredLogits
-from seqtile.lm_loss.tiled_loss import HeadOf, deferred_logits
+from seqtile.lm_loss.tiled_loss import HeadOf, deferred_logits, standing_losses
 from seqtile.ops.lm_loss.divergence import linear_divergence
 from seqtile.ops.lm_loss.kept_tokens import IGNORED
 from seqtile.ops.lm_loss.token_logprobs import HeadInput
 
 
-def tile_trainer(trainer: Any, *, loss_tile: int | str = "auto") -> list[str]:
+def tile_trainer(trainer: Any, *, loss_tile: int | str | None = None) -> list[str]:
     """Put the tiled head on every language model of a TRL trainer, built but not yet trained.
 
     Replaces ``seqtile.apply(model, blocks="none", loss="tiled", loss_tile=...)`` for each of ``trainer.model``,
     ``trainer.ref_model`` and ``trainer.teacher_model``, and what ``OnlineDPOTrainer`` and ``GKDTrainer`` need besides.
+    Nothing else that :func:`seqtile.apply` did to them changes; the two can be called in either order.
 
     Args:
         trainer: SFT, DPO, GRPO, KTO, RLOO, online DPO or GKD.
-        loss_tile: tokens per tile of the head.
+        loss_tile: tokens per tile of the head; None keeps a tiled loss as it is, and is ``"auto"`` for a model
+            without one.
 
     Returns:
         What was done, one line per model.
@@ -45,7 +47,11 @@ def tile_trainer(trainer: Any, *, loss_tile: int | str = "auto") -> list[str]:
         raise UserError(f"{type(trainer).__name__} has no model to tile; expected a built TRL trainer")
     done = []
     for name, model in models.items():
-        done.append(f"{name}: {apply(model, blocks='none', loss='tiled', loss_tile=loss_tile).loss}")
+        if loss_tile is None and standing_losses(model):
+            done.append(f"{name}: its loss is tiled already")
+        else:
+            tile = "auto" if loss_tile is None else loss_tile
+            done.append(f"{name}: {apply(model, blocks='none', loss='tiled', loss_tile=tile).loss}")
     class_names = {base.__name__ for base in type(trainer).__mro__}
     deferring = list(models.values())
     if "OnlineDPOTrainer" in class_names:

@@ -37,6 +37,17 @@ from seqtile.tiling import BlockShape, TileRule, head_sizes
 _LOSS_MARK = "_seqtile_loss"
 
 
+def check_loss(model: nn.Module, impl: str) -> None:
+    """Refuse a model whose loss cannot be tiled by ``impl``, before anything is changed.
+
+    Raises:
+        UserError: no causal language model, an unknown version of TRL's head, or a kernel that would be ignored.
+    """
+    for _, module in find_causal_lms(model)[0]:
+        TrlHead.of(module.__dict__.get("forward"))
+        check_kernel(module.get_output_embeddings(), impl)  # type: ignore[operator]
+
+
 def check_kernel(head: nn.Module, impl: str) -> None:
     """Refuse another package's kernel by name for a head that is more than its weight.
 
@@ -102,7 +113,6 @@ def install_loss(model: nn.Module, rule: TileRule, impl: str = "torch") -> str:
     """Put the tiled loss on the causal language models in ``model``; returns a description."""
     chosen, frozen = find_causal_lms(model)
     for _, module in chosen:
-        remove_loss(module)
         TiledLoss(module, rule, impl).install()
     return f"loss of {', '.join(type(module).__name__ for _, module in chosen)} tiled{which(chosen, frozen)}"
 
@@ -127,6 +137,7 @@ class TiledLoss(ForwardStandIn, Watched):
         super().__init__(module)
         self.rule, self.impl, self.active, self.deferring = rule, impl, True, False
         self.trl = TrlHead.of(module.__dict__.get("forward"))
+        self.scores_for_trl = False  # which asks for more than another package's kernel computes
         self.calls = 0  # handled by the tiled loss while gradients are recorded
         self.why_untiled = ""  # reason of the last such call that it did not handle
 
@@ -182,11 +193,16 @@ class TiledLoss(ForwardStandIn, Watched):
                 attributes.pop(name, None)
         attributes.update({name: value for name, value in self.before.items() if not (covered and name == "forward")})
 
-    def without_effect(self) -> str:
-        if self.calls or self.told - {self.idle}:  # an earlier warning explains it
-            return ""
+    def without_effect(self) -> list[str]:
+        if self.scores_for_trl and self.impl not in ("torch", "auto"):
+            return [
+                f"loss_impl={self.impl!r} had no effect in the first training step: TRL asks for one score per token, "
+                "which it does not support"
+            ]
+        if self.calls or self.told - {*self.idle}:  # an earlier warning explains it
+            return []
         instead = "its forward was not called" if self._trl_above() is None else "TRL's own head ran"
-        return f"loss='tiled' had no effect in the first training step: {self.why_untiled or instead}"
+        return [f"loss='tiled' had no effect in the first training step: {self.why_untiled or instead}"]
 
     def notes(self) -> list[str]:
         notes = self.warnings()
@@ -218,6 +234,7 @@ class TiledLoss(ForwardStandIn, Watched):
         if trl_head is None and self.active and self.trl is not None and kwargs.pop("fused_lm_head", False):
             trl_head = self.trl
         if trl_head is not None:
+            self.scores_for_trl = True
             self.calls += torch.is_grad_enabled()  # TRL computes metrics by a second forward under no_grad
             return trl_head.call(self, args, kwargs)
         labels = kwargs.get("labels")
@@ -234,7 +251,7 @@ class TiledLoss(ForwardStandIn, Watched):
         elif not deferred and (wants_logits or isinstance(keep, Tensor) or keep):
             why = "logits were requested"
         elif why := self._why_not():
-            self.warn(f"its loss runs untiled: {why}")
+            self.warn(f"loss='tiled' runs untiled: {why}")
         if why:
             if torch.is_grad_enabled():
                 self.why_untiled = why

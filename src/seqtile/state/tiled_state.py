@@ -79,12 +79,13 @@ class StateForward(Installed):
         if call.why_whole:
             return self._whole(call.why_whole, args, kwargs)
         cuts = state_tiles(call.tokens, call.batch, self.state.tile, call.documents)
+        self.called = True
         if len(cuts.sizes) == 1 and not reduces_as_they_arrive(module.parameters()):
             return self.original(*args, **kwargs)
         self.check()
         if why := self.proofs.why_not(module, call.tensors[0]):
             return self._whole(why, args, kwargs)
-        self.refused = ""
+        self.refused, self.acted = "", True
 
         def tiled(*tensors: Tensor) -> Any:
             return in_tiles(module, call, tensors, cuts, lambda: dict(named_weights(module)))
@@ -107,7 +108,7 @@ class StateForward(Installed):
 
     def _whole(self, why: str, args: Any, kwargs: Any) -> Any:
         if torch.is_grad_enabled():
-            self.refused = why
+            self.refused = self.idle_reason = why
             if self.is_news(why):
                 logger.warning("%s runs whole: %s", self.state.name, why)
         return self.original(*args, **kwargs)

@@ -14,6 +14,7 @@ from seqtile._errors import UserError
 from seqtile.blocks.instance import Installed
 from seqtile.checkpointing.policies import standing_checkpointing
 from seqtile.install.apply import undo
+from seqtile.install.tile_effects import tile_effects
 from seqtile.lm_loss.tiled_loss import standing_losses
 
 Standing = list[tuple[nn.Module, dict[str, Any]]]
@@ -69,6 +70,7 @@ def without_tiling(model: nn.Module) -> Iterator[Standing]:
         standing.append(
             (loss.module, {name: instance_attributes[name] for name in loss.changed if name in instance_attributes})
         )
+    effects = tile_effects(model)
     undo(model)
     try:
         yield standing
@@ -78,6 +80,8 @@ def without_tiling(model: nn.Module) -> Iterator[Standing]:
         for module, listening in zip(tiled, hooks, strict=True):
             forward_pre_hooks_of(module).clear()
             forward_pre_hooks_of(module).update(listening)
+        for watched in effects:
+            watched.install()
         for loss in losses:
             loss.listen()
         for policy in policies:

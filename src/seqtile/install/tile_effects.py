@@ -1,0 +1,110 @@
+"""Warn after the first training forward of options of tiled forwards that had no effect in it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from seqtile._effects import Watched
+from seqtile.blocks.instance import Installed, installed_forwards
+from seqtile.blocks.norms_and_projections import KernelNorm, TiledRows
+from seqtile.checkpointing.policies import find_checkpointed
+from seqtile.headwise.install_heads import HeadWise
+from seqtile.options import WHOLE_LAYER
+from seqtile.state.tiled_state import StateForward
+
+_MARK = "_seqtile_effects"
+_IDLE = "had no effect in the first training step"
+
+
+class TileEffects(Watched):
+    """Watches the tiled forwards of one model: its blocks, ``keep`` and ``path``, ``heads`` and ``state``."""
+
+    looks_while_compiling = True
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self.forwards = installed_forwards(module)  # other code may put its own in their places
+
+    def install(self) -> None:
+        self.module.__dict__[_MARK] = self
+        self.watch()
+
+    def remove(self) -> None:
+        self.unwatch()
+        self.module.__dict__.pop(_MARK, None)
+
+    def without_effect(self) -> list[str]:
+        blocks, rows, heads, states = list[Installed](), list[Installed](), list[Installed](), list[Installed]()
+        for forward in self.forwards:
+            if forward.owner == "tile_module":
+                continue
+            if isinstance(forward, HeadWise):
+                heads.append(forward)
+            elif isinstance(forward, StateForward):
+                states += [forward] if forward.state.runs else []
+            elif isinstance(forward, TiledRows):
+                rows += [] if isinstance(forward, KernelNorm) else [forward]
+            elif hasattr(forward.setting, "rule"):  # not the layer around head-wise attention
+                blocks.append(forward)
+        sentences = []
+        if blocks:
+            rule = blocks[0].setting.rule
+            sentences += _idle(f"tile={rule}", blocks, decides=rule.kind == "auto")
+        if rows:
+            rule = rows[0].setting.rule
+            sentences += _idle(f"blocks={WHOLE_LAYER!r}", rows, decides=rule.kind == "auto")
+        if heads:
+            per_pass = heads[0].heads.per_pass  # type: ignore[attr-defined]
+            sentences += _idle(f"heads={per_pass}", heads, decides=per_pass == "auto")
+        if states:
+            tile = states[0].state.tile  # type: ignore[attr-defined]
+            sentences += _idle(f"state={tile}", states, decides=tile == "auto")
+        if any(block.acted for block in blocks):
+            sentences += _idle_fused(blocks)
+        return sentences
+
+    def notes(self) -> list[str]:
+        return self.warnings()
+
+
+def _idle(option: str, forwards: Sequence[Installed], *, decides: bool) -> list[str]:
+    """One sentence if none of ``forwards`` ran in parts, and the option did not leave that to the length."""
+    if any(forward.acted for forward in forwards):
+        return []
+    if reasons := dict.fromkeys(forward.idle_reason for forward in forwards if forward.idle_reason):
+        return [f"{option} {_IDLE}: {'; '.join(reasons)}"]
+    if not any(forward.called for forward in forwards):
+        return [f"{option} {_IDLE}: no forward that it changed was called"]
+    return [] if decides else [f"{option} {_IDLE}: the batch fits in one part"]
+
+
+def _idle_fused(blocks: Sequence[Installed]) -> list[str]:
+    """Sentences on ``keep`` and ``path``, which act on the fused operator alone."""
+    sentences, keep = [], blocks[0].setting.keep
+    why = "" if any(block.fused for block in blocks) else "the blocks run in the generic operator"
+    if keep.kind != "auto" and keep.value and not any(block.kept for block in blocks):
+        sentences.append(f"keep={keep} {_IDLE}: {why or 'it holds gate and up of no tile'}")
+    if blocks[0].setting.path == "fused" and why:
+        sentences.append(f"path='fused' {_IDLE}: {why}")
+    return sentences
+
+
+def watch_tiles(model: nn.Module) -> None:
+    """Watch the first training forward of each model of transformers in ``model``, or of ``model`` itself."""
+    remove_tile_effects(model)
+    for module in [module for _, module in find_checkpointed(model)] or [model]:
+        if installed_forwards(module):
+            TileEffects(module).install()
+
+
+def tile_effects(model: nn.Module) -> list[TileEffects]:
+    """What :func:`watch_tiles` put on the modules of ``model``."""
+    return [module.__dict__[_MARK] for module in model.modules() if _MARK in module.__dict__]
+
+
+def remove_tile_effects(model: nn.Module) -> None:
+    """Stop watching."""
+    for effects in tile_effects(model):
+        effects.remove()

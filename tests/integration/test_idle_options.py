@@ -1,0 +1,154 @@
+"""Each option that did nothing in the first training step is named by one warning, and none that acted is."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+import seqtile
+from seqtile.checkpointing.policies import standing_checkpointing
+from seqtile.options import DEFAULTS, WHOLE_LAYER
+from zoo import causal_lm, tokens
+
+BATCH, LENGTH = 2, 24
+Change = Callable[[Any], Any]
+
+
+def build() -> nn.Module:
+    return causal_lm("lfm2", use_cache=False, attn_implementation="sdpa")
+
+
+def adapted() -> nn.Module:
+    model = get_peft_model(build(), LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    model.get_submodule("base_model.model.model.embedding_norm").requires_grad_()
+    return model
+
+
+def compile_layers(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.compile(backend="eager")
+
+
+def no_layers(model: Any) -> None:
+    model.config.num_hidden_layers = 0
+
+
+def step(model: nn.Module, labels: bool = True, **settings: Any) -> None:
+    ids = tokens(BATCH, LENGTH)
+    output = model.train()(input_ids=ids, labels=ids if labels else None, **settings)
+    (output.logits.sum() if output.loss is None else output.loss).backward()
+
+
+def without_labels(model: nn.Module) -> Any:
+    return lambda: step(model, labels=False)
+
+
+def hook_on_attention(model: Any) -> None:
+    model.model.layers[1].self_attn.q_proj.register_forward_hook(lambda *_: None)
+
+
+def hooks_on_mixers(model: Any) -> None:
+    model.model.layers[0].conv.in_proj.register_forward_hook(lambda *_: None)
+
+
+IDLE: dict[str, tuple[str, dict[str, Any], Change | None]] = {
+    "tile": ("tile=64", dict(tile=64), None),
+    "tile, other forwards": (
+        "tile=5", dict(tile=5),
+        lambda model: [setattr(layer, "forward", type(layer).forward.__get__(layer))
+                       or setattr(layer.feed_forward, "forward", lambda x: 0 * x) for layer in model.model.layers],
+    ),
+    "blocks": (f"blocks={WHOLE_LAYER!r}", dict(blocks=WHOLE_LAYER, tile=64), None),
+    "path": ("path='fused'", dict(tile=5, path="fused"), compile_layers),
+    "keep": ("keep=0.5", dict(tile=5, keep=0.5, path="generic"), None),
+    "keep, of no tile": ("keep=0.05", dict(tile=5, keep=0.05), None),
+    "keep, memory": ("keep=memory", dict(tile=5, keep="memory:16B"), None),
+    "keep, compiled": ("keep=0.5", dict(tile=5, keep=0.5), compile_layers),
+    "loss": ("loss='tiled'", dict(blocks="none", loss="tiled"), without_labels),
+    "checkpoint": (
+        "checkpoint='layer'", dict(blocks="none", checkpoint="layer"),
+        lambda model: model.gradient_checkpointing_disable(),
+    ),
+    "checkpoint, attention": (
+        "checkpoint='attention-saved'", dict(blocks="none", checkpoint="attention-saved"),
+        lambda model: model.set_attn_implementation("eager"),
+    ),
+    "offload": (
+        "offload", dict(blocks="none", offload=True), lambda model: model.gradient_checkpointing_disable(),
+    ),
+    "offload, no room": (
+        "offload", dict(blocks="none", offload=True),
+        lambda model: setattr(standing_checkpointing(model)[0].host, "budget", 8),
+    ),
+    "offload, weights": ("offload='weights'", dict(blocks="none", offload="weights"), no_layers),
+    "heads": ("heads=2", dict(blocks="none", heads=2), None),
+    "heads, compiled": ("heads=1", dict(blocks="none", heads=1), compile_layers),
+    "heads, compiled whole": (
+        "heads=1", dict(blocks="none", heads=1), lambda model: model.compile(backend="eager")
+    ),
+    "state": ("state=64", dict(blocks="none", state=64), None),
+    "state, hooks": ("state=5", dict(blocks="none", state=5), hooks_on_mixers),
+    "state, compiled": ("state=5", dict(blocks="none", state=5), compile_layers),
+    "state, compiled whole": (
+        "state=5", dict(blocks="none", state=5), lambda model: model.compile(backend="eager")
+    ),
+}  # fmt: skip
+"""The option as the warning names it, the settings, and what keeps it from acting."""
+
+ACTS: list[dict[str, Any]] = [
+    dict(tile=5), dict(tile=5, path="fused", keep=0.5), dict(tile=5, blocks=WHOLE_LAYER), dict(tile=5, path="generic"),
+    dict(tile=5, loss="tiled", checkpoint="attention-saved", offload=True, heads=1, state=5),
+    dict(blocks="none", checkpoint="layer"), dict(blocks="none", offload="weights"), dict(heads="auto", state="auto"),
+]  # fmt: skip
+
+
+def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING and "seqtile" in one.name]
+
+
+def prepared(settings: dict[str, Any], change: Change | None) -> Callable[[], None]:
+    model = adapted() if settings.get("offload") == "weights" else build()
+    seqtile.apply(model, **settings)
+    run = change(model.get_base_model() if hasattr(model, "get_base_model") else model) if change is not None else None
+    return run if callable(run) else lambda: step(model)
+
+
+@pytest.mark.parametrize("case", IDLE)
+def test_an_option_without_effect_is_named_once(case: str, caplog: pytest.LogCaptureFixture) -> None:
+    torch._dynamo.reset()
+    named, settings, change = IDLE[case]
+    run = prepared(settings, change)
+    caplog.clear()
+    for _ in range(2):
+        run()
+    sentences = [text for text in warned(caplog) if "first training step" in text]
+    assert [named in text.partition(" in the first")[0] for text in sentences].count(True) == 1, warned(caplog)
+    others = {"tile": ["tile=64"], "blocks": ["tile=64"]}.get(case, [])
+    assert len(sentences) <= 1 + len(others)
+    torch._dynamo.reset()
+
+
+def test_every_option_has_a_case() -> None:
+    named = {option for _, settings, _ in IDLE.values() for option in settings}
+    # Names that match nothing are refused at once; the head's tiles and kernel act where the loss does.
+    assert DEFAULTS.keys() - named <= {"only", "trust", "loss_tile", "loss_impl"}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("settings", ACTS, ids=str)
+def test_an_option_that_acts_is_not_named(
+    settings: dict[str, Any], compiled: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    if compiled and ({"heads", "state", "keep", "offload"} & settings.keys() or settings.get("path") == "fused"):
+        pytest.skip("not under torch.compile")
+    run = prepared(settings, compile_layers if compiled else None)
+    caplog.clear()
+    run()
+    assert not warned(caplog)
+    torch._dynamo.reset()
