@@ -49,6 +49,11 @@ def which(chosen: Named, frozen: Named) -> str:
     return f" (in {', '.join(name for name, _ in chosen)}{left})"
 
 
+def backbone_of(module: nn.Module) -> nn.Module:
+    """The part of a model whose forward runs whatever stands over the model's own."""
+    return getattr(module, "base_model", module)  # type: ignore[return-value]
+
+
 class Watched(StandIn):
     """Stands in on a whole model, and warns after its first training forward of each option that had no effect.
 
@@ -65,8 +70,7 @@ class Watched(StandIn):
         """What did nothing in the first training forward, and why."""
 
     def watch(self) -> None:
-        backbone: nn.Module = getattr(self.module, "base_model", self.module)
-        self._hook = backbone.register_forward_hook(self._look)
+        self._hook = backbone_of(self.module).register_forward_hook(self._look)
 
     def unwatch(self) -> None:
         self._hook.remove()
@@ -86,7 +90,7 @@ class Watched(StandIn):
             if self.looks_while_compiling:
                 self._look_outside_the_graph()
             return
-        if backbone is not getattr(self.module, "base_model", self.module):  # a copy of it, with the copied hook
+        if backbone is not backbone_of(self.module):  # a copy of it, with the copied hook
             return
         if any(isinstance(value, Tensor) and value.requires_grad for value in tree_iter(output)):
             self.unwatch()

@@ -5,12 +5,17 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import pytest
 import torch
+from peft import IA3Config, LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM, CohereConfig, Exaone4Config, LlamaConfig, PretrainedConfig, Qwen3Config
 
 import seqtile
 from seqtile.blocks.norms_and_projections import TiledRows
+from seqtile.options import WHOLE_LAYER
+from watching import rows_of
+from zoo import assert_same_gradients
 
 SIZES: dict[str, Any] = dict(
     hidden_size=64, intermediate_size=176, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -46,6 +51,48 @@ def test_gradients_are_those_of_the_untiled_model() -> None:
         error = (theirs.grad - true[name].grad).norm()
         # Both are fp32 sums in another order: the untiled model's own error is the measure, four times for luck.
         assert (mine.grad - true[name].grad).norm() <= 4 * error + 1e-7 * true[name].grad.norm(), name
+
+
+@pytest.mark.parametrize("wrapping", ["once", "twice", "saved norm", "IA3"])
+@pytest.mark.parametrize("order", ["apply first", "apply last"])
+def test_adapters_of_projections_run_in_tiles_in_either_order(order: str, wrapping: str) -> None:
+    """PEFT wraps the projections, so that what stood on them would leave the adapters' part whole."""
+    projections = ["q_proj", "k_proj", "v_proj", "o_proj"]
+
+    def adapted(model: nn.Module) -> nn.Module:
+        if wrapping == "IA3":
+            return get_peft_model(model, IA3Config(target_modules=projections, feedforward_modules=["o_proj"]))
+        saved = ["input_layernorm"] if wrapping == "saved norm" else None
+        config = LoraConfig(r=3, target_modules=projections, modules_to_save=saved, init_lora_weights=False)
+        model = get_peft_model(model, config)
+        if wrapping == "twice":
+            model.add_adapter("second", config)
+        return model
+
+    ids = torch.randint(0, 128, (2, 157))
+    expected: dict[str, Any] = {}
+    for tiled in (False, True):
+        torch.manual_seed(1)
+        model = build(LlamaConfig(**SIZES))
+        if tiled and order == "apply first":
+            report = seqtile.apply(model, tile=40, blocks=WHOLE_LAYER)
+        torch.manual_seed(2)
+        model = adapted(model).train()
+        if tiled and order == "apply last":
+            report = seqtile.apply(model, tile=40, blocks=WHOLE_LAYER)
+        weights = [p for name, p in model.named_parameters() if p.dim() == 2 and "_proj" in name and "mlp" not in name]
+        with rows_of(*weights) as rows:
+            model(input_ids=ids, labels=ids).loss.backward()
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+        if not tiled:
+            expected = gradients
+            continue
+        assert max(rows) == 40
+        assert sum(name.endswith("_proj") for name in in_tiles(model)) == 8
+        assert not any("adapters were added" in note for note in report.notes)
+        assert_same_gradients(gradients, expected)
+        seqtile.undo(model)
+        assert not in_tiles(model)
 
 
 def test_auto_leaves_short_batches() -> None:

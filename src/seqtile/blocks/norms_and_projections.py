@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from seqtile._compat import in_forward_mode, transform_level
+from seqtile._compat import children_of, in_forward_mode, transform_level
 from seqtile.blocks.instance import Setting, TiledForward, inside_a_tile, mode_of
 from seqtile.blocks.layer import TiledLayer
 from seqtile.counting.fake import PLAIN
-from seqtile.engines.zero3 import mark_leaf, whole_shape
+from seqtile.engines.zero3 import is_registered, mark_leaf, whole_shape
 from seqtile.ops.fused_norm import fused_norm
 from seqtile.ops.norm import BY_DEVICE, NORM_KERNELS
 from seqtile.ops.rng import RowWise
@@ -231,6 +231,24 @@ def tile_rows(rows: Iterable[Rows], rule: TileRule, path: str = "auto") -> None:
 def norms_by_kernel(model: nn.Module) -> int:
     """Count the norms outside the tiles that run by a kernel where the device has one."""
     return sum(isinstance(module.__dict__.get("forward"), KernelNorm) for module in model.modules())
+
+
+def follow_adapters(model: nn.Module) -> None:
+    """Tile each adapter's layer in place of the projection that it has wrapped since, so that all of it is in tiles."""
+    for module in model.modules():
+        base = module
+        while (inner := children_of(base).get("base_layer")) is not None:
+            base = inner
+        forward = base.__dict__.get("forward")
+        if base is module or type(forward) is not TiledRows or linear_widths(module) is None:
+            continue
+        if is_registered(module):  # ZeRO-3 gathers the adapter's parts one by one, at every tile
+            continue
+        forward.remove()
+        tiled = TiledRows(module, forward.setting)
+        tiled.fuses_norms = forward.fuses_norms
+        tiled.install()
+        mark_leaf(module)
 
 
 def adapted_since(model: nn.Module) -> int:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+import torch
 from torch import nn
 
-from seqtile._effects import Watched
+from seqtile._effects import Watched, backbone_of
 from seqtile.blocks.instance import Installed, installed_forwards
-from seqtile.blocks.norms_and_projections import KernelNorm, TiledRows
+from seqtile.blocks.norms_and_projections import KernelNorm, TiledRows, follow_adapters
 from seqtile.checkpointing.policies import find_checkpointed
 from seqtile.headwise.install_heads import HeadWise
 from seqtile.options import WHOLE_LAYER
@@ -31,9 +33,24 @@ class TileEffects(Watched):
         self.module.__dict__[_MARK] = self
         self.watch()
 
+    def watch(self) -> None:
+        super().watch()
+        self._before = backbone_of(self.module).register_forward_pre_hook(self._follow_adapters)
+
+    def unwatch(self) -> None:
+        super().unwatch()
+        self._before.remove()
+
     def remove(self) -> None:
         self.unwatch()
         self.module.__dict__.pop(_MARK, None)
+
+    def _follow_adapters(self, backbone: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling() or not (backbone.training and torch.is_grad_enabled()):
+            return
+        if backbone is backbone_of(self.module):  # else a copy of it, with the copied hook
+            follow_adapters(self.module)
+            self.forwards = installed_forwards(self.module)
 
     def without_effect(self) -> list[str]:
         blocks, rows, heads, states = list[Installed](), list[Installed](), list[Installed](), list[Installed]()
