@@ -159,12 +159,12 @@ def apply_options(model: nn.Module, options: TilingOptions, *, others_stay: bool
     refuse_wrapped(model)
     rest = Rest(options, others_stay)
     rest.check(model)
-    lowest = Layer.lowest(options, others_stay)
+    lowest = ForwardOrder.lowest(options, others_stay)
     heads, state = options.heads, options.state
     for forward in installed_forwards(model) if others_stay else ():
-        if isinstance(forward, HeadWise) and lowest <= Layer.HEADS:
+        if isinstance(forward, HeadWise) and lowest <= ForwardOrder.HEADS:
             heads = heads or forward.heads.per_pass
-        elif isinstance(forward, StateForward) and lowest <= Layer.STATE:
+        elif isinstance(forward, StateForward) and lowest <= ForwardOrder.STATE:
             state = state or forward.state.tile
     attention, left_attention = find_for(model, heads)
     blocks, chosen, left = list[Candidate](), list[Candidate](), list[Left]()
@@ -206,19 +206,19 @@ def apply_options(model: nn.Module, options: TilingOptions, *, others_stay: bool
     return report
 
 
-class Layer(IntEnum):
+class ForwardOrder(IntEnum):
     """The tiled forwards in the order in which they are put over each other."""
 
     BLOCKS, HEADS, STATE, NOTHING = range(4)
 
     @classmethod
-    def of(cls, forward: Installed) -> Layer:
+    def of(cls, forward: Installed) -> ForwardOrder:
         if isinstance(forward, StateForward):
             return cls.STATE
         return cls.HEADS if isinstance(forward, HeadWise | HeadLayer) else cls.BLOCKS
 
     @classmethod
-    def lowest(cls, options: TilingOptions, others_stay: bool) -> Layer:
+    def lowest(cls, options: TilingOptions, others_stay: bool) -> ForwardOrder:
         """The lowest that ``options`` replace; those above it are installed again."""
         if options.tiled or not others_stay:
             return cls.BLOCKS
@@ -291,8 +291,12 @@ def _is_of_owner(forward: Any) -> bool:
 
 @contextmanager
 def replacing(
-    model: nn.Module, lowest: Layer = Layer.BLOCKS, head_wise: Sequence[str] = (), *, modules_too: bool = False
-) -> Iterator[None]:
+    model: nn.Module,
+    lowest: ForwardOrder = ForwardOrder.BLOCKS,
+    head_wise: Sequence[str] = (),
+    *,
+    modules_too: bool = False,
+) -> Iterator[None]:  # fmt: skip
     """Take tiled forwards off, and put them back if the ``with`` block raises.
 
     Args:
@@ -307,7 +311,7 @@ def replacing(
         return [
             forward for forward in installed_forwards(model)
             if (modules_too or not _is_of_owner(forward))
-            and (Layer.of(forward) >= lowest or (type(forward) is TiledRows and forward.module in inside))
+            and (ForwardOrder.of(forward) >= lowest or (type(forward) is TiledRows and forward.module in inside))
         ]  # fmt: skip
 
     layers = [forward for forward in installed_forwards(model) if isinstance(forward, TiledLayer)]
@@ -317,7 +321,7 @@ def replacing(
     attributes = [(module, dict(module.__dict__), dict(forward_pre_hooks_of(module))) for module in changed]
     for forward in removed:
         forward.remove()
-    if lowest <= Layer.HEADS:
+    if lowest <= ForwardOrder.HEADS:
         for layer in layers:
             layer.attention = None
     try:

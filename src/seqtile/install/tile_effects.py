@@ -16,7 +16,7 @@ from seqtile.headwise.install_heads import HeadWise
 from seqtile.options import WHOLE_LAYER
 from seqtile.state.tiled_state import StateForward
 
-_MARK = "_seqtile_effects"
+_EFFECTS_MARK = "_seqtile_effects"
 _IDLE = "had no effect in the first training step"
 
 
@@ -30,7 +30,7 @@ class TileEffects(Watched):
         self.forwards = installed_forwards(module)  # other code may put its own in their places
 
     def install(self) -> None:
-        self.module.__dict__[_MARK] = self
+        self.module.__dict__[_EFFECTS_MARK] = self
         self.watch()
 
     def watch(self) -> None:
@@ -43,7 +43,7 @@ class TileEffects(Watched):
 
     def remove(self) -> None:
         self.unwatch()
-        self.module.__dict__.pop(_MARK, None)
+        self.module.__dict__.pop(_EFFECTS_MARK, None)
 
     def _follow_adapters(self, backbone: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling() or not (backbone.training and torch.is_grad_enabled()):
@@ -118,7 +118,7 @@ def watch_tiles(model: nn.Module) -> None:
 
 def tile_effects(model: nn.Module) -> list[TileEffects]:
     """What :func:`watch_tiles` put on the modules of ``model``."""
-    return [module.__dict__[_MARK] for module in model.modules() if _MARK in module.__dict__]
+    return [module.__dict__[_EFFECTS_MARK] for module in model.modules() if _EFFECTS_MARK in module.__dict__]
 
 
 def remove_tile_effects(model: nn.Module) -> None:
