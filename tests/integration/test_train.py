@@ -507,3 +507,30 @@ def test_a_hybrid_model_trains_with_what_was_chosen_for_its_states(flags: list[s
     run = ["train", "--model", str(model), "--dataset", str(rows), "--output", str(tmp_path / "run")]
     assert main([*run, "--max-length", "64", "--steps", "2", *flags]) == 0
     assert {"README.md", "complete.json"} <= {file.name for file in (tmp_path / "run").iterdir()}
+
+
+@pytest.mark.parametrize("stop", [4, 6], ids=["at the end of epoch 1", "inside epoch 2"])
+def test_a_resumed_step_has_the_rows_of_the_whole_runs(
+    model: Path, tmp_path: Path, stop: int, monkeypatch: pytest.MonkeyPatch
+):
+    """Ten rows, three a step: the last step of each epoch has one."""
+    from seqtile.train.trainer import Trainer
+
+    rows = tiny_run.write_jsonl(tmp_path / "rows.jsonl", [{"input_ids": [9 + i, *range(5, 20 + i)]} for i in range(10)])
+    run_step, seen = Trainer.training_step, dict[int, list[int]]()
+
+    def remembered(self: Any, model: Any, inputs: Any, *more: Any, **how: Any) -> Any:
+        seen.setdefault(self.state.global_step + 1, []).extend(row[0] for row in inputs["input_ids"].tolist())
+        return run_step(self, model, inputs, *more, **how)
+
+    monkeypatch.setattr(Trainer, "training_step", remembered)
+    values: dict[str, Any] = {"gradient_accumulation": 3, "steps": 9, "trainer": {"lr_scheduler_type": "constant"}}
+    run(model, rows, tmp_path / "whole", **values)
+    whole = dict(seen)
+    assert [len(whole[step]) for step in range(1, 10)] == [3, 3, 3, 1, 3, 3, 3, 1, 3]
+    assert sorted(sum((whole[step] for step in range(1, 5)), [])) == [*range(9, 19)]
+    assert [whole[step] for step in range(1, 5)] != [whole[step] for step in range(5, 9)]
+    seen.clear()
+    run(model, rows, tmp_path / "parts", **values, callbacks=[SignalAt(stop)])
+    run(model, rows, tmp_path / "parts", **values, resume=True)
+    assert seen == whole
