@@ -1,8 +1,13 @@
-"""Results whose repr is their summary."""
+"""Counts in words, and results whose repr is their summary."""
 
 from __future__ import annotations
 
 import html
+
+
+def counted(count: int, noun: str) -> str:
+    """``1 row``, ``1,024 rows``."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 class PrintsAsSentence:

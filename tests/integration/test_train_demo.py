@@ -13,7 +13,10 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from seqtile.cli import main
-from seqtile.train import demo
+from seqtile.train import callbacks, demo
+from seqtile.train.compare_untiled import Comparison
+from seqtile.train.recipe import build_recipe
+from seqtile.train.run import train
 
 
 def test_text_and_rows_are_the_same_every_time():
@@ -42,6 +45,25 @@ def test_a_short_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
         assert [line for block in blocks for line in block.splitlines() if words_of(line) not in printed] == []
 
 
+def test_a_slow_demo_ends_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+    monkeypatch.setattr(callbacks, "DEMO_SECONDS", 0.0)
+    monkeypatch.setattr(callbacks, "LEAST_STEPS", 3)
+    values = {"output": str(tmp_path / "out"), "max_length": 64, "compare": False, "report": False}
+    with caplog.at_level("INFO", "seqtile"):
+        outcome = train(build_recipe(values, {})[0])
+    assert outcome.step == 3 and "ends after 3 of 30 steps" in caplog.text
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    ("ratios", "expected"),
+    [((0.93, 0.95, 0.91), 0.93), ((1.3, 0.9, 1.1), None), ((1.0, 1.02, 0.99), 1.0), ((1.5, 1.4, 1.3), 1.4)],
+)
+def test_pairs_that_disagree_give_no_ratio(ratios: tuple[float, ...], expected: float | None):
+    comparison = Comparison(None, None, 1, 0.0, "", "", ratios)  # type: ignore[arg-type]
+    assert comparison.time_ratio == expected
+
+
 def words_of(line: str) -> str:
     """A line without its numbers, and without the directory, which the page gives another name."""
     return " ".join(re.sub(r"\S*\d\S*", "#", line).replace("runs/demo", "out").split())
@@ -51,7 +73,7 @@ def words_of(line: str) -> str:
 @pytest.mark.timeout(3600)  # a guard against a hang: about four minutes on two cores that do nothing else
 def test_the_default_demo_learns_and_halves_the_peak(tmp_path: Path):
     threads = {"OMP_NUM_THREADS": str(os.cpu_count()), "MKL_NUM_THREADS": str(os.cpu_count())}
-    command = [sys.executable, "-m", "seqtile.cli", "train"]
+    command = [sys.executable, "-m", "seqtile.cli", "train", "--steps", "31"]  # and so for as long as they take
     result = subprocess.run(command, cwd=tmp_path, env={**os.environ, **threads}, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     numbers = json.loads((tmp_path / "runs/demo/report/report.json").read_text())
@@ -65,7 +87,7 @@ def test_the_default_demo_learns_and_halves_the_peak(tmp_path: Path):
     assert untiled["units"] == pytest.approx(11, abs=1e-9)
     # Both sides compute in fp32; sums in another order differ by some units in its last place (6e-8).
     assert numbers["comparison"]["gradient_error"] < 1e-5
-    for words in ("runs/demo", "peak     tiled: ", "GEMM FLOPs / (2 N D F) per MLP", "8,192 tokens"):
+    for words in ("runs/demo", "peak     tiled: ", "matrix products per MLP", "8,192 tokens"):
         assert words in result.stdout
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "runs/demo")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "runs/demo")

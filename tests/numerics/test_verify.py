@@ -330,8 +330,8 @@ def test_a_batch_that_runs_in_one_tile_is_no_proof(tile: int | None) -> None:
     result = verify(zoo.causal_lm("llama"), tokens(), tile=tile)
     assert result.tiled.units == (9.0 if tile is None else 11.0)  # "auto" left so short a batch untiled
     assert not result.ok and result.ran.cut == 0
-    words = f"left untiled: batches of up to 100 tokens fit in one tile (tile={tile or 'auto'})"
-    assert str(result).startswith("NOT VERIFIED") and f"nothing was compared: blocks were {words}" in str(result)
+    words = f"batches of up to 100 tokens fit in one tile, uncut (tile={tile or 'auto'})"
+    assert str(result).startswith("NOT VERIFIED") and f"nothing was compared: {words}" in str(result)
 
 
 def test_tiles_are_counted_where_they_run() -> None:

@@ -8,6 +8,7 @@ import pty
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -172,16 +173,26 @@ def test_the_first_lines_say_what_is_done_and_the_last_what_was_tiled(
     shown = capsys.readouterr()
     assert shown.err.startswith("loading PyTorch and Transformers ...\nreading ")
     assert "%|" not in shown.err  # no bar of a library's
-    assert "64 tokens per tile, fused; attention ran on " in shown.out
-    assert "; left untiled: batches of up to 64 tokens fit in one tile (tile=64)\n" in shown.out
+    assert "tiled    2 of 2 MLPs (LlamaMLP), 64 tokens per tile, fused; batches" in shown.out
+    assert "\nnote     attention ran on " in shown.out
+    assert "; batches of up to 64 tokens fit in one tile, uncut (tile=64)\n" in shown.out
     assert "data     12 rows, " in shown.out
+
+
+@pytest.mark.parametrize("library", ["torchao", "bitsandbytes"])
+def test_libraries_that_no_run_asked_for_are_silent(library: str) -> None:
+    if find_spec(library) is None:
+        pytest.skip(f"{library} is not installed")
+    code = f"from seqtile.cli.train_command import quiet; quiet(); import {library}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout + done.stderr == ""
 
 
 def test_each_number_of_what_ran_stands_beside_what_it_counts() -> None:
     """The tokens are a batch's: "8 tiles of 4,096 tokens" would read as 4,096 tokens a tile."""
     assert str(Runs(4, 4, 8, 4096, "512")) == "batches of up to 4,096 tokens were cut into up to 8 tiles"
     assert str(Runs(4, 2, 8, 4096, "512")) == "2 of 4 blocks cut batches of up to 4,096 tokens into up to 8 tiles"
-    assert str(Runs(4, 0, 1, 0, "512")) == "left untiled: no tiled block ran (tile=512)"
+    assert str(Runs(4, 0, 1, 0, "512")) == "no tiled block ran (tile=512)"
 
 
 def test_a_record_in_words() -> None:

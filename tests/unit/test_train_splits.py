@@ -104,8 +104,15 @@ def test_several_configurations_are_named(tmp_path: Path) -> None:
     write(tmp_path, "a/x.jsonl", "b/y.jsonl")
     configs = "".join(f"- config_name: {name}\n  data_files: {name}/*.jsonl\n" for name in ("a", "b"))
     (tmp_path / "README.md").write_text(f"---\nconfigs:\n{configs}---\n")
-    with pytest.raises(UserError, match=r"\['a', 'b'\]"):
+    with pytest.raises(UserError, match=r"set dataset_config to one of \['a', 'b'\]"):
         texts(tmp_path)
+    with pytest.raises(UserError, match="set eval_config to one of"):
+        load_rows(str(tmp_path), key="eval_split", split="test")
+    with pytest.raises(UserError, match="'c' not found"):
+        texts(tmp_path, config="c")
+    with pytest.raises(UserError, match="is one file, got dataset_config 'a'"):
+        load_rows(str(tmp_path / "a" / "x.jsonl"), config="a")
+    assert texts(tmp_path, config="b") == ["b/y.jsonl"] and texts(tmp_path, config="a") == ["a/x.jsonl"]
 
 
 def test_files_with_different_columns_are_named(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from seqtile._errors import UserError
+from seqtile._sentences import counted
 
 if TYPE_CHECKING:
     from seqtile.train.read_data import Data
@@ -99,7 +100,7 @@ def _describe_rows(data: Data, name: str) -> str:
         cut_tokens=sum(over), sequences=len(lengths), trained=sum(row.trained(limit) for row in row_set.sample),
         left_out=row_set.left_out, trains_prompts=row_set.row_format.trains_prompts,
     )  # fmt: skip
-    count = "as they come" if name == "train" and data.stream else f"{len(row_set.rows):,} rows"
+    count = "as they come" if name == "train" and data.stream else counted(len(row_set.rows), "row")
     return f"{row_set.source.dataset}: {count}; sampled: {summary}{row_set.row_format.advice}"
 
 

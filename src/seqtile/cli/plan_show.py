@@ -16,7 +16,15 @@ from rich.text import Text
 from seqtile.devices import GIB
 from seqtile.options import to_flag
 from seqtile.planner.estimate import Bounds, Estimate, Saving
-from seqtile.planner.explain import NextSetting, beyond_positions, explain, not_modelled, recipe, recipe_lacks
+from seqtile.planner.explain import (
+    NOT_MODELLED,
+    NextSetting,
+    beyond_positions,
+    explain,
+    not_modelled,
+    recipe,
+    recipe_lacks,
+)
 from seqtile.planner.memory_plan import SPLITS, Planner
 from seqtile.planner.model_shapes import NAMED
 from seqtile.planner.request import Request
@@ -65,7 +73,10 @@ def show_plan(
     if reasons:
         for line in explain(planner, estimate):
             console.print(f"  {line}")
-    console.print("Not included: " + "; ".join(not_modelled(request, estimate)) + ".", style="dim")
+    lacks = not_modelled(request, estimate)
+    if not reasons:
+        lacks = [*(text for text in lacks if text not in NOT_MODELLED), "what --explain lists"]
+    console.print(f"Not included: {'; '.join(lacks)}.", style="dim")
     for name, file in (("recipe", recipe_file), ("plot", plot_file)):
         if file is not None:
             console.print(f"{name}: {file}")

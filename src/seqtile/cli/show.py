@@ -176,13 +176,13 @@ def _table_rows(outcome: Outcome, comparison: Comparison | None) -> list[tuple[s
     tiled, untiled = comparison.tiled, comparison.untiled
     rows = [
         ("seconds per step", f"{tiled.step_seconds:.2f}", f"{untiled.step_seconds:.2f}",
-         f"{tiled.step_seconds / untiled.step_seconds:.2f}"),
+         "-" if comparison.time_ratio is None else f"{comparison.time_ratio:.2f}"),
         ("peak activation memory", size(tiled.peak_bytes), size(untiled.peak_bytes),
          f"{tiled.peak_bytes / untiled.peak_bytes:.0%}"),
     ]  # fmt: skip
     if tiled.units is not None and untiled.units is not None:
         units = f"{tiled.units:.2f}", f"{untiled.units:.2f}", f"{tiled.units / untiled.units:.2f}"
-        rows.append(("GEMM FLOPs / (2 N D F) per MLP", *units))
+        rows.append(("matrix products per MLP", *units))
     return [*rows, ("largest relative gradient difference", f"{comparison.gradient_error:.1e}", "", "")]
 
 
@@ -198,11 +198,15 @@ def _lines(outcome: Outcome, comparison: Comparison | None) -> list[tuple[str, s
     if outcome.tiling is None:
         lines.append(("tiled", "nothing (tiled_mlp: false)"))
     else:
-        lines.append(("tiled", f"{outcome.tiling}; {outcome.ran}"))
+        lines.append(("tiled", f"{outcome.tiling.summary.removeprefix('tiled ')}; {outcome.ran}"))
+        lines += [("note", note) for note in outcome.tiling.notes]
     if comparison is not None:
         tiled, untiled = comparison.tiled, comparison.untiled
         lines.append(("peak", f"tiled: {tiled.peak_phase}; untiled: {untiled.peak_phase}"))
         lines.append(("measured", comparison.how))
+        if comparison.time_ratio is None:
+            ratios = ", ".join(f"{ratio:.2f}" for ratio in comparison.pair_ratios)
+            lines.append(("note", f"no ratio of seconds: the pairs give {ratios}; something else ran on this machine"))
         lines += [("note", note) for note in comparison.notes]
     if outcome.losses:
         first, last = outcome.losses[0][1], outcome.losses[-5:]

@@ -272,6 +272,8 @@ def quiet() -> None:
     log_to_stderr()
     # Our own messages replace these libraries' about a bad dataset or a slow import.
     logging.getLogger("datasets").setLevel(logging.CRITICAL)
+    for name in ("torchao", "bitsandbytes", "torch.utils._pytree"):  # of kernels that PEFT imports and no run asked for
+        logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     # PyTorch reads it at import; expandable segments exist on Linux only. Child processes inherit it.

@@ -175,7 +175,7 @@ def show(recipe: Recipe, result: VerifyResult) -> None:
     costs.add_column("untiled", justify="right")
     costs.add_column("tiled", justify="right")
     costs.add_row("loss", f"{untiled.loss:.6f}", f"{tiled.loss:.6f}")
-    costs.add_row("GEMM FLOPs / (2 N D F) per MLP", *(_scientific(run.units, ".2f") for run in (untiled, tiled)))
+    costs.add_row("matrix products per MLP", *(_scientific(run.units, ".2f") for run in (untiled, tiled)))
     costs.add_row("peak memory of the step", size(untiled.peak_bytes), size(tiled.peak_bytes))
     costs.add_row("seconds, including counting", f"{untiled.seconds:.2f}", f"{tiled.seconds:.2f}")
     console.print(costs)

@@ -167,6 +167,11 @@ class Report(PrintsAsSentence):
         return (*notes, *further)
 
     def __str__(self) -> str:
+        return "\n".join(["; ".join(part for part in (self.summary, *self.notes) if part), *self.why])
+
+    @property
+    def summary(self) -> str:
+        """What was changed, without :attr:`notes` and :attr:`why`."""
         kinds = Counter((block.class_name, block.kind) for block in self.blocks)
         plurals = {"mlp": "MLPs", "experts": "experts", "inline": "MLPs", "pair": "MLPs", "module": "modules"}
         names = ", ".join(dict.fromkeys(class_name for class_name, _ in kinds))
@@ -186,10 +191,10 @@ class Report(PrintsAsSentence):
             done = [f"tiled nothing: {first}: {first.why}"]
             done += [f"{others} more in report.left"] if others else []
         if not self.blocks:
-            return "\n".join(["; ".join([*done, *self.notes]), *self.why])
+            return "; ".join(done)
         custom = [str(module) for module in self.left if module.custom]
         if custom:
             further = f" and {len(custom) - 1} more" if custom[1:] else ""
             done.append(f"custom code left untiled: {custom[0]}{further}, see report.left")
         tiled = f"tiled {self.tiled} of {self.found} {what} ({names}), {tiles}, {paths}"
-        return "\n".join(["; ".join([tiled, *done, *self.notes]), *self.why])
+        return "; ".join([tiled, *done])

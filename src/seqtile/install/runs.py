@@ -32,8 +32,12 @@ class Runs:
 
     def __str__(self) -> str:
         if not self.cut:
-            what = f"batches of up to {self.tokens:,} tokens fit in one tile" if self.tokens else "no tiled block ran"
-            return f"left untiled: {what} (tile={self.rule})"
+            what = (
+                f"batches of up to {self.tokens:,} tokens fit in one tile, uncut"
+                if self.tokens
+                else "no tiled block ran"
+            )
+            return f"{what} (tile={self.rule})"
         # The tokens are those of a whole batch, not of a tile, so each number comes with its unit.
         batches, tiles = f"batches of up to {self.tokens:,} tokens", f"into up to {self.tiles:,} tiles"
         if self.cut == self.blocks:

@@ -36,13 +36,14 @@ NOT_MODELLED = (
     "shorter sequences (all are taken to have the full length)",
     "torch.compile and CUDA graphs",
     "audio and video (add their tokens to the length)",
+    "images (add their tokens to the length, or use --images)",
 )
-"""What no plan includes."""
+"""What no plan includes; the last one is for plans without pictures."""
 
 
 def not_modelled(request: Request, estimate: Estimate) -> list[str]:
     """What this plan does not include."""
-    lacks = list(NOT_MODELLED)
+    lacks = list(NOT_MODELLED if request.pictures is None and not request.masked else NOT_MODELLED[:-1])
     if estimate.square:
         lacks.append(
             f"anything below the [tokens, tokens] mask that {request.attention} attention builds for this model "
@@ -50,8 +51,6 @@ def not_modelled(request: Request, estimate: Estimate) -> list[str]:
         )
     if wide := wide_heads(request.config):
         lacks.append(wide)
-    if request.pictures is None and not request.masked:
-        lacks.append("images (add their tokens to the length, or use --images)")
     for step_kind in step_kinds_of(request.config, request.setup()):
         lacks += step_kind.not_modelled(request)
     if request.attention == "sdpa" and request.grpo is None and not request.masked:

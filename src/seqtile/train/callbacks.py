@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 logger = first_rank_logger(__name__)
 
+DEMO_SECONDS, LEAST_STEPS = 180.0, 10
+
 
 class StopOnSignal(TrainerCallback):
     """Ask the trainer to save and stop after the running step; a second request stops at once.
@@ -94,6 +96,26 @@ class Clock(TrainerCallback):
     def median(self) -> float | None:
         """Seconds of a step, the first one left out; None below two steps."""
         return median(self.seconds[1:]) if len(self.seconds) > 1 else None
+
+
+class EndSlowDemo(TrainerCallback):
+    """End the demo early on a slow machine: after :data:`DEMO_SECONDS`, with at least :data:`LEAST_STEPS` steps."""
+
+    def __init__(self) -> None:
+        self._started = 0.0
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        self._started = time.perf_counter()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
+        """Called by the trainer between two steps."""
+        if LEAST_STEPS <= state.global_step < state.max_steps and self._seconds() > DEMO_SECONDS:
+            logger.info("this machine is slow: the demo ends after %d of %d steps", state.global_step, state.max_steps)
+            control.should_training_stop = True
+        return control
+
+    def _seconds(self) -> float:
+        return time.perf_counter() - self._started
 
 
 class CheckModel(TrainerCallback):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from seqtile.train.recipe import Recipe
 
 TIMED_PAIRS = 3
+RATIO_ERROR = 0.05
+"""Ratios of pairs that lie this near to each other are one, whatever it is."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,7 @@ class Comparison:
         gradient_error: largest over all parameters of ``norm(tiled - untiled) / norm(untiled)``.
         gradient_name: the parameter that has it.
         how: one sentence on how it was measured.
+        pair_ratios: tiled seconds by untiled ones, of each timed pair.
         notes: what :func:`seqtile.verify` has to say, such as that this batch was too short to be cut.
     """
 
@@ -67,19 +70,30 @@ class Comparison:
     gradient_error: float
     gradient_name: str
     how: str
+    pair_ratios: tuple[float, ...] = ()
     notes: tuple[str, ...] = ()
 
+    @property
+    def time_ratio(self) -> float | None:
+        """Median of the pairs' ratios; None if they lie further apart than the difference that it claims."""
+        ratio = median(self.pair_ratios)
+        spread = max(self.pair_ratios) - min(self.pair_ratios)
+        return ratio if spread <= max(abs(ratio - 1), RATIO_ERROR) else None
 
-def compare(model: nn.Module, batch: Mapping[str, Any], recipe: Recipe) -> Comparison:
+
+def compare(
+    model: nn.Module, batch: Mapping[str, Any], recipe: Recipe, stage: Callable[[str], None] = lambda _: None
+) -> Comparison:
     """Measure ``model`` tiled as ``recipe`` says and untiled; it is left tiled, without gradients.
 
     Runs five forwards and backwards of each kind: one that :func:`seqtile.verify` counts and compares, one that
-    says which part of the step holds the memory, three that are timed, in turn.
+    says which part of the step holds the memory, three that are timed, in turn: every second pair begins tiled.
 
     Args:
         model: a tiled causal language model in training mode, PEFT's wrapper or not.
         batch: keyword arguments of its forward, labels included.
         recipe: for the tile rule.
+        stage: called with a description of each step.
 
     Raises:
         UserError: nothing to tile.
@@ -88,16 +102,23 @@ def compare(model: nn.Module, batch: Mapping[str, Any], recipe: Recipe) -> Compa
     tokens = inputs["input_ids"].numel()
     with log_level("seqtile", logging.WARNING):  # the tiling was reported when training began
         blocks = apply_options(model, recipe.tiling).blocks
+        stage("comparing one step: gradients, tiled and untiled")
         verdict = verify(model, inputs, reference=None)
+        stage("comparing one step: memory, tiled")
         tiled_live = _watch_step(model, inputs, blocks)
         undo(model)
+        stage("comparing one step: memory, untiled")
         untiled_live = _watch_step(model, inputs, blocks)
         seconds: dict[str, list[float]] = {"untiled": [], "tiled": []}
-        for _ in range(TIMED_PAIRS):
-            undo(model)
-            seconds["untiled"].append(_time_step(model, inputs))
-            apply_options(model, recipe.tiling)
-            seconds["tiled"].append(_time_step(model, inputs))
+        for pair in range(TIMED_PAIRS):
+            for name in (*seconds,) if pair % 2 == 0 else reversed((*seconds,)):
+                stage(f"comparing one step: time, {name} ({pair + 1} of {TIMED_PAIRS})")
+                if name == "tiled":
+                    apply_options(model, recipe.tiling)
+                else:
+                    undo(model)
+                seconds[name].append(_time_step(model, inputs))
+        apply_options(model, recipe.tiling)
     weights = [parameter for parameter in verdict.parameters if parameter.name != "loss"]
     worst = max(weights, key=lambda parameter: parameter.l2)
     return Comparison(
@@ -109,8 +130,9 @@ def compare(model: nn.Module, batch: Mapping[str, Any], recipe: Recipe) -> Compa
         how=(
             f"forward and backward of one batch of {tokens:,} tokens; bytes "
             f"{'of live tensors' if inputs['input_ids'].device.type == 'cpu' else 'from the allocator'} above the "
-            f"model's own; seconds: median of {TIMED_PAIRS}"
+            f"model's own; seconds: median of {TIMED_PAIRS} pairs"
         ),
+        pair_ratios=tuple(tiled / untiled for tiled, untiled in zip(seconds["tiled"], seconds["untiled"], strict=True)),
         notes=verdict.notes,
     )
 

@@ -6,6 +6,7 @@ import bz2
 import gzip
 import json
 import lzma
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -29,6 +30,9 @@ COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 
 SPLIT_KEYS = {"dataset_split": "train", "eval_split": "test"}
 """Keys of the recipe that name a split, and their defaults, which fit data without splits too."""
+
+CONFIG_KEYS = {"dataset_split": "dataset_config", "eval_split": "eval_config"}
+"""Keys that name a configuration, by the key of the split."""
 
 SAMPLE_OF_A_FILE, SAMPLE = 8, 256
 """Rows of each file, and of all, that are rendered and compared with what was rendered."""
@@ -80,7 +84,7 @@ class Loaded(NamedTuple):
 
 
 def load_rows(dataset: str, *, key: str = "dataset_split", split: str = "train", text_field: str = "text",
-              streaming: bool = False) -> Loaded:  # fmt: skip
+              config: str | None = None, streaming: bool = False) -> Loaded:  # fmt: skip
     """Load a dataset.
 
     Args:
@@ -89,26 +93,34 @@ def load_rows(dataset: str, *, key: str = "dataset_split", split: str = "train",
         key: the recipe's key of the split, for messages.
         split: which split; data without splits takes the default of ``key`` alone.
         text_field: name of the text column of documents.
+        config: which configuration, of data that has several.
         streaming: read nothing yet.
 
     Raises:
-        UserError: nothing at that path, unreadable, empty, or no such split.
+        UserError: nothing at that path, unreadable, empty, or no such split or configuration.
     """
     from datasets import load_dataset
 
     check_path(dataset)
-    path = Path(dataset).expanduser()
+    path, files = Path(dataset).expanduser(), list[Path]()
+    if config is not None and path.is_file():
+        raise UserError(f"dataset {dataset!r} is one file, got {CONFIG_KEYS[key]} {config!r}; drop it")
     try:
         if not path.exists():
-            loaded = Loaded(dataset, load_dataset(dataset, split=split, streaming=streaming))
+            loaded = Loaded(dataset, load_dataset(dataset, config, split=split, streaming=streaming))
         elif (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
             loaded = Loaded(dataset, _load_saved(path, key, split, streaming))
         else:
-            loaded = _load_files(dataset, _find_files(path, key, split), text_field, streaming)
+            files = _find_files(path, key, split, config)
+            loaded = _load_files(dataset, files, text_field, streaming)
     except UserError:
         raise
     except Exception as error:  # the readers and the Hub's client raise many unrelated types
-        files = _find_files(path, key, split) if path.exists() else ()
+        configs = re.search(r"available configs: (\[.*?\])", str(error))
+        if configs is not None:
+            raise UserError(
+                f"dataset {dataset!r} has several configurations; set {CONFIG_KEYS[key]} to one of {configs[1]}"
+            ) from None
         raise UserError(
             find_broken_line(files) or f"cannot read {dataset!r} ({key} {split!r}): {reason_of(error)}"
         ) from error
@@ -197,7 +209,7 @@ def _load_saved(path: Path, key: str, split: str, streaming: bool) -> Any:
     return rows.to_iterable_dataset() if streaming else rows
 
 
-def _find_files(path: Path, key: str, split: str) -> list[Path]:
+def _find_files(path: Path, key: str, split: str, config: str | None) -> list[Path]:
     """The files of a split, as datasets tells splits from names and a README; without splits all files."""
     from datasets import load_dataset_builder
     from datasets.data_files import FILES_TO_IGNORE
@@ -209,7 +221,7 @@ def _find_files(path: Path, key: str, split: str) -> list[Path]:
     paths = [file.relative_to(path) for file in sorted(path.rglob("*")) if file.is_file()]
     files = [path / relative for relative in paths if not any(name.startswith((".", "__")) for name in relative.parts)]
     try:
-        data_files = load_dataset_builder(str(path)).config.data_files or {}
+        data_files = load_dataset_builder(str(path), config).config.data_files or {}
     except FileNotFoundError:
         data_files = {}  # no file of a kind that datasets reads, such as source code
     splits = {str(name): sorted(Path(file) for file in names) for name, names in data_files.items()}

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from seqtile._sentences import counted
 from seqtile.ops.lm_loss.kept_tokens import IGNORED
 
 if TYPE_CHECKING:
@@ -41,12 +42,14 @@ class DataSummary:
     trains_prompts: bool | None = None
 
     def __str__(self) -> str:
-        parts = [f"{self.rows:,} rows, {self.tokens:,} tokens, longest {self.longest:,}"]
+        parts = [f"{counted(self.rows, 'row')}, {counted(self.tokens, 'token')}, longest {self.longest:,}"]
         if self.cut:
-            parts.append(f"{self.cut:,} truncated to {self.max_length:,} tokens ({self.cut_tokens:,} tokens lost)")
-        sequences = "" if self.sequences in (None, self.rows) else f" in {self.sequences:,} sequences"
+            parts.append(
+                f"{self.cut:,} truncated to {self.max_length:,} tokens ({counted(self.cut_tokens, 'token')} lost)"
+            )
+        sequences = "" if self.sequences in (None, self.rows) else f" in {counted(self.sequences or 0, 'sequence')}"
         prompts = {None: "", True: ", including prompts", False: ", prompts not among them"}[self.trains_prompts]
-        parts.append(f"{self.trained:,} tokens in the loss{sequences}{prompts}")
+        parts.append(f"{counted(self.trained, 'token')} in the loss{sequences}{prompts}")
         if self.left_out:
             parts.append(
                 "left out: " + ", ".join(f"{count:,} where {reason}" for reason, count in self.left_out.items())

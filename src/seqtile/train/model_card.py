@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from seqtile._sentences import counted
 from seqtile.devices import package_version
 from seqtile.train.recipe import DEMO, Recipe
 from seqtile.train.resume import PACKAGES
@@ -49,15 +50,17 @@ def write_card(folder: Path, recipe: Recipe, state: Any, data: Mapping[str, Data
         base=_link(recipe.model, "", on_hub),
         dataset=_link(recipe.dataset, "datasets/", on_hub),
         data=data,
-        steps=state.global_step,
-        rows=recipe.batch_size * recipe.gradient_accumulation * (recipe.nproc or 1) // recipe.split,
+        steps=counted(state.global_step, "optimizer step"),
+        rows=counted(
+            recipe.batch_size * recipe.gradient_accumulation * (recipe.nproc or 1) // recipe.split, "sequence"
+        ),
         max_length=recipe.max_length,
         learning_rate=recipe.learning_rate,
         seed=recipe.seed,
         engine=recipe.engine if recipe.engine == "single" else f"{recipe.engine}, {recipe.nproc} processes",
         tiling=tiling,
-        loss=next((log["loss"] for log in reversed(state.log_history) if "loss" in log), None),
-        best=None if state.best_metric is None else (state.best_global_step, state.best_metric),
+        loss=next((f"{log['loss']:.4f}" for log in reversed(state.log_history) if "loss" in log), None),
+        best=None if state.best_metric is None else (state.best_global_step, f"{state.best_metric:.4f}"),
         best_metric=best_metric(recipe).replace("_", " "),
         versions={
             **{name: version for name in ("seqtile", *PACKAGES, "datasets") if (version := package_version(name))},

@@ -64,9 +64,9 @@ def read_data(recipe: Recipe, output: Path, stage: Callable[[str], None]) -> Dat
         "json_arguments": takes_json_arguments(tokenizer),
     }
     loaded: dict[str, Loaded] = {}
-    for name, dataset, key, split in (
-        ("train", recipe.dataset, "dataset_split", recipe.dataset_split),
-        ("eval", recipe.eval_dataset, "eval_split", recipe.eval_split),
+    for name, dataset, key, split, config_name in (
+        ("train", recipe.dataset, "dataset_split", recipe.dataset_split, recipe.dataset_config),
+        ("eval", recipe.eval_dataset, "eval_split", recipe.eval_split, recipe.eval_config),
     ):
         streaming = recipe.streaming and name == "train"
         if dataset == DEMO:
@@ -74,8 +74,9 @@ def read_data(recipe: Recipe, output: Path, stage: Callable[[str], None]) -> Dat
         elif dataset is not None:
             stage(f"reading {dataset}")
             loaded[name] = load_rows(
-                dataset, key=key, split=split, text_field=settings["text_field"], streaming=streaming
-            )
+                dataset, key=key, split=split, config=config_name, text_field=settings["text_field"],
+                streaming=streaming,
+            )  # fmt: skip
     row_count = 0 if recipe.streaming else len(loaded["train"].rows)
     arguments = trainer_arguments(recipe, output, documents=loaded["train"].documents, rows=row_count)
     stream: Stream | None = None

@@ -39,6 +39,8 @@ from seqtile.train.atomic_files import write_whole
 DEMO = "demo"
 """Model and dataset of the embedded default."""
 
+DEMO_STEPS = 30
+
 RECIPE_FILE = "recipe.yaml"
 
 TRL_LOSS_TILE = 4096
@@ -234,8 +236,10 @@ class Recipe(CheckedModel):
     model: str = DEMO
     dataset: str = DEMO
     dataset_split: str = Field("train", description="split of a directory or a Hub dataset")
+    dataset_config: str | None = Field(None, description="configuration of a directory or a Hub dataset with several")
     eval_dataset: str | None = None
     eval_split: str = Field("test", description="split of eval_dataset")
+    eval_config: str | None = Field(None, description="configuration of eval_dataset")
     skip_bad_rows: bool = Field(False, description="skip and count dataset rows without trainable tokens")
     streaming: bool = Field(False, description="read the dataset while training; needs steps")
     output: str | None = None
@@ -535,7 +539,7 @@ def resolve(recipe: Recipe) -> Recipe:
         if recipe.compare is None:
             filled["compare"] = recipe.tiled_mlp and recipe.engine == "single"
         if recipe.steps is None and recipe.epochs is None:
-            filled["steps"] = 30
+            filled["steps"] = DEMO_STEPS
     else:
         filled["learning_rate"] = recipe.learning_rate or (2e-4 if recipe.lora else 2e-5)
         if recipe.steps is None and recipe.epochs is None:

@@ -28,6 +28,7 @@ MAY_CHANGE = (
     "output",
     "save_steps",
     "eval_dataset",
+    "eval_config",
     "eval_split",
     "eval_steps",
     "report",

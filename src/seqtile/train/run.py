@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from seqtile._errors import RunError, UserError, in_its_words, is_ours
 from seqtile._log import first_rank_logger
+from seqtile._sentences import counted
 from seqtile.devices import accelerator
-from seqtile.train.recipe import RECIPE_FILE, Recipe, resolve, save_recipe
+from seqtile.train.recipe import DEMO_STEPS, RECIPE_FILE, Recipe, resolve, save_recipe
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback
@@ -270,7 +271,7 @@ def _build(recipe: Recipe, output: Path, start: Path | None, display: Display) -
     if recipe.loss_tile:
         find_causal_lms(model)  # before the trainer is built, which takes longer
     prepare_on_cpu(recipe)
-    display.stage(f"reading {recipe.dataset}" if stream else f"tokenizing {len(sets['train'].rows):,} rows")
+    display.stage(f"reading {recipe.dataset}" if stream else f"tokenizing {counted(len(sets['train'].rows), 'row')}")
     trainer = _trainer(model, data, tokenizer, adapter_config(recipe.lora, model, frozen))
     trainer.result_dtype = result_dtype(recipe)
     if stream is not None:
@@ -350,7 +351,7 @@ def _train_and_save(
     import torch
 
     from seqtile.install.runs import what_ran
-    from seqtile.train.callbacks import CheckFirstStep, CheckModel, Clock, StopOnSignal
+    from seqtile.train.callbacks import CheckFirstStep, CheckModel, Clock, EndSlowDemo, StopOnSignal
     from seqtile.train.metrics import Metrics
     from seqtile.train.out_of_memory import is_out_of_memory
     from seqtile.train.ranks import is_first
@@ -360,6 +361,8 @@ def _train_and_save(
 
     stop, clock = StopOnSignal(), Clock()
     checks = [CheckModel(trainer, recipe), *([CheckFirstStep()] if tiling else [])]
+    if recipe.is_demo and recipe.steps == DEMO_STEPS:
+        checks.append(EndSlowDemo())
     for callback in (*checks, clock, Metrics(output, display), *callbacks, stop):
         trainer.add_callback(callback)
     trainer.step = StepWatch(trainer, recipe, tiling, output)
@@ -388,11 +391,10 @@ def _train_and_save(
         trainer.save_result(output)
     comparison = None
     if recipe.compare and stop.received is None:
-        display.stage("comparing one step, tiled and untiled")
         from seqtile.train.compare_untiled import compare
 
         batch = next(iter(trainer.get_train_dataloader()))
-        comparison = compare(trainer.model, {**batch, "fused_lm_head": True}, recipe)
+        comparison = compare(trainer.model, {**batch, "fused_lm_head": True}, recipe, display.stage)
     state = trainer.state
     outcome = Outcome(
         recipe=recipe,

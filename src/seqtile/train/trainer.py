@@ -253,7 +253,7 @@ class Trainer(SFTTrainer, _SplitLoss):
     def _write_card(self, folder: Path) -> None:
         if self.step is not None and self.is_world_process_zero():
             tiling, model = self.step.tiling, cast("torch.nn.Module", self.model)
-            tiled = "none" if tiling is None else f"{tiling}; {what_ran(model)}"
+            tiled = "none" if tiling is None else f"{tiling.summary}; {what_ran(model)}"
             write_card(folder, self.step.recipe, self.state, self.data, tiled)
 
     def try_saving(self) -> None:

@@ -98,7 +98,7 @@ def check_rank(recipe: Recipe) -> VerifyResult:
 def refuse_whole(result: VerifyResult) -> None:
     """Raise where no block was cut."""
     if not result.cut:
-        raise UserError(f"nothing to verify: the blocks were {result.ran}; use more --tokens or a smaller --tile")
+        raise UserError(f"nothing to verify: {result.ran}; use more --tokens or a smaller --tile")
 
 
 def build_model(recipe: Recipe) -> nn.Module:

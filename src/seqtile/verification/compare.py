@@ -214,7 +214,7 @@ def _notes(untiled: Measured, tiled: Measured, sizes: BlockSizes) -> list[str]:
             "the model draws random numbers even with dropout off, so tiles may draw others and there is no reference"
         )
     if tiled.ran.blocks and not tiled.ran.cut:
-        notes.append(f"nothing was compared: blocks were {tiled.ran}; use fewer tokens per tile, or a longer batch")
+        notes.append(f"nothing was compared: {tiled.ran}; use fewer tokens per tile, or a longer batch")
     if clash := sizes.clash(untiled.tokens):
         notes.append(f"no units per block: {clash}")
     return notes
