@@ -80,7 +80,7 @@ def _runs(model: Any, angles: tuple[Tensor, Tensor], window: int) -> dict[str, C
     def in_tiles(x: Tensor) -> Tensor:
         seqtile.undo(model)
 
-        def run(tiles: Sequence[Tensor], aliases: Mapping[str, Tensor], state: Any) -> Any:
+        def run(tiles: Sequence[Tensor], aliases: Mapping[str, Tensor], state: Any, _: int) -> Any:
             cache = _Window(state, window)
             words = dict(position_embeddings=tuple(tiles[1:]), past_key_values=cache)
             return functional_call(layer, dict(aliases), (tiles[0],), words), cache.state

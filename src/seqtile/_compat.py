@@ -360,6 +360,15 @@ ATTENTION_KERNELS = (
 )
 """PyTorch's fused attention forwards, in ``torch.ops.aten``."""
 
+FLASH_CPU, FLASH_CPU_BACKWARD, FLASH_CUDA, FLASH_CUDA_BACKWARD, CUDNN, CUDNN_BACKWARD = (
+    _find(f"torch.ops.aten._scaled_dot_product_{name}.default")
+    for name in (
+        "flash_attention_for_cpu", "flash_attention_for_cpu_backward", "flash_attention", "flash_attention_backward",
+        "cudnn_attention", "cudnn_attention_backward",
+    )
+)  # fmt: skip
+"""PyTorch's fused attention, forward and backward, with the log-sum-exp that SDPA itself does not return."""
+
 allowed_sdpa_kernels: Callable[..., list[Any]] = _find("torch.nn.attention._cur_sdpa_kernel_backends")
 """SDPA's kernels that are switched on; ``with_priority=True`` orders them as SDPA tries them."""
 
@@ -519,6 +528,20 @@ def attention_kind(owner: Any) -> str | None:
     config = getattr(owner, "config", owner)
     implementation: str | None = getattr(config, "_attn_implementation", None)
     return implementation
+
+
+class OtherAttention:
+    """A configuration that names another attention implementation, and is else the original.
+
+    Attributes:
+        replaced: the implementation that the original names.
+    """
+
+    def __init__(self, config: Any, name: str) -> None:
+        self.__dict__.update(_config=config, _attn_implementation=name, replaced=config._attn_implementation)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_config"], name)
 
 
 def compute_attention_plainly(config: Any) -> None:

@@ -116,6 +116,14 @@ class TilingOptions:
         file=int | Literal["auto"] | None,
     )  # fmt: skip
 
+    chunk: int | str | None = option(
+        None, "Tokens per chunk of decoder layers, or auto (default whole)", commands=("train", "plan"),
+        file=int | Literal["auto"] | None,
+    )  # fmt: skip
+    segment: int = option(
+        1, "Decoder layers that run on a chunk together", commands=("train", "plan"), metavar="N", least=1
+    )
+
     def __post_init__(self) -> None:
         for name in ("only", "trust"):
             value = getattr(self, name)
@@ -150,11 +158,15 @@ class TilingOptions:
         heads = self.heads
         if heads not in (None, "auto") and (isinstance(heads, bool) or not isinstance(heads, int) or heads < 1):
             raise UserError(f"got heads={heads!r}, expected 'auto', an int of at least 1, or None")
-        if isinstance(self.state, str) and self.state.isdecimal():  # a flag's
-            object.__setattr__(self, "state", int(self.state))
-        state = self.state
-        if state not in (None, "auto") and (isinstance(state, bool) or not isinstance(state, int) or state < 2):
-            raise UserError(f"got state={state!r}, expected 'auto', an int of at least 2, or None")
+        for name in ("state", "chunk"):
+            value = getattr(self, name)
+            if isinstance(value, str) and value.isdecimal():  # a flag's
+                value = int(value)
+                object.__setattr__(self, name, value)
+            if value not in (None, "auto") and (isinstance(value, bool) or not isinstance(value, int) or value < 2):
+                raise UserError(f"got {name}={value!r}, expected 'auto', an int of at least 2, or None")
+        if isinstance(self.segment, bool) or not isinstance(self.segment, int) or self.segment < 1:
+            raise UserError(f"got segment={self.segment!r}, expected an int of at least 1")
 
     @property
     def tiled(self) -> bool:
@@ -164,7 +176,7 @@ class TilingOptions:
     @property
     def beside_blocks(self) -> bool:
         """Whether anything is asked for that is not about blocks."""
-        return bool(self.loss or self.checkpoint or self.offload or self.heads or self.state)
+        return bool(self.loss or self.checkpoint or self.offload or self.heads or self.state or self.chunk)
 
     @cached_property
     def tile_rule(self) -> TileRule:

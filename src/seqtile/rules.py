@@ -13,14 +13,14 @@ from typing import Any
 
 from seqtile._errors import UserError
 from seqtile.devices import package_version
-from seqtile.options import DEFAULTS, OF_BLOCKS, TilingOptions
+from seqtile.options import DEFAULTS, OF_BLOCKS, WHOLE_LAYER, TilingOptions
 
 SHARDED = ("fsdp2", "zero2", "zero3")
 
 FROZEN_WEIGHTS_STAY = (0, 19, 4)
 """From this version on DeepSpeed keeps frozen weights whole until a recompute is over (its pull request 8130)."""
 
-NOT_VERIFIED = {"ms-swift": ("loss", "loss_tile", "loss_impl", "checkpoint", "offload", "heads", "state")}
+NOT_VERIFIED = {"ms-swift": ("loss", "loss_tile", "loss_impl", "checkpoint", "offload", "heads", "state", "chunk")}
 """By framework: options not verified under its trainer, which has its own loss and checkpoints."""
 
 
@@ -137,6 +137,20 @@ class Combination:
         return ", ".join(names) if self.options.loss is None else ""
 
     @property
+    def bounded_twice(self) -> str:
+        """Options that bound the same memory as chunks."""
+        options = self.options
+        names = [name for name in ("heads", "state") if getattr(options, name) is not None]
+        names += [f"blocks {WHOLE_LAYER!r}"] * (options.blocks == WHOLE_LAYER)
+        names += ["checkpoint 'attention-saved'"] * (options.checkpoint == "attention-saved")
+        return ", ".join(names)
+
+    @property
+    def frees_weights(self) -> str:
+        """What has one layer's weights on the device at a time."""
+        return "offload 'weights'" if self.options.weights_on_host else f"engine {self.engine!r}"
+
+    @property
     def unverified(self) -> str:
         """Options that are not verified under the framework's trainer."""
         names = NOT_VERIFIED.get(self.framework, ())
@@ -185,6 +199,13 @@ RULES: tuple[Rule, ...] = (
      "checkpoint and offload need activation checkpointing, which is off; turn it on, or drop them"),
     (lambda c: c.unverified,
      "{c.unverified}: not verified with {c.framework}'s trainer, which has its own loss and checkpoints; drop it"),
+    (lambda c: c.options.segment > 1 and c.options.chunk is None,
+     "segment needs chunk; set chunk 'auto', or drop segment"),
+    (lambda c: c.options.chunk and c.bounded_twice,
+     "chunk and {c.bounded_twice} both bound what a layer takes; drop one"),
+    (lambda c: c.options.segment > 1 and (c.options.weights_on_host or c.engine in SHARDED),
+     "segment {c.options.segment} reads the weights of several layers at a time, which {c.frees_weights} has on the "
+     "device one layer at a time; use segment 1"),
     # Other programs that do the same job.
     (lambda c: c.options.path == "fused" and c.mlp_kernels,
      "path 'fused' and {c.mlp_kernels[0]} both replace the MLP; set {c.mlp_kernels[0]}: false, or drop path "
@@ -252,6 +273,8 @@ RULES: tuple[Rule, ...] = (
     (lambda c: c.cp_size > 1 and c.trainer.get("label_smoothing_factor"),
      "{c.split} does not support label_smoothing_factor: the trainer shifts the labels of each rank's part "
      "separately; drop it"),
+    (lambda c: max(c.sp_size, c.cp_size) > 1 and c.options.chunk is not None,
+     "{c.split} does not support chunk {c.options.chunk}: each rank has a part of every sequence; drop chunk"),
     (lambda c: c.cp_size > 1 and c.options.heads is not None,
      "{c.split} does not support heads {c.options.heads}: ring attention runs all heads at once; drop heads"),
     # The model.

@@ -437,3 +437,26 @@ def state_tiles(tokens: int, batch: int, tile: int | str, documents: Sequence[in
             cut[-2:] = [tile + 1] if tile == 2 else [tile - 1, 2]
         sizes += cut
     return StateTiles(tuple(sizes), frozenset(begins))
+
+
+CHUNK_TOKENS = 8192
+"""Tokens of all rows in one chunk of a decoder layer: products and attention kernels are at full speed."""
+
+CHUNK_MULTIPLE = 64
+"""Larger chunks are multiples of this: delta rules compute in blocks of 64 tokens from a document's beginning, and a
+cut inside a block changes their rounding."""
+
+
+def chunk_sizes(tokens: int, batch: int, chunk: int | str, documents: Sequence[int] = ()) -> StateTiles:
+    """Cut a sequence into the chunks that decoder layers run on, as :func:`state_tiles` does.
+
+    Args:
+        tokens: length of the sequence.
+        batch: rows of the batch, which share each chunk.
+        chunk: tokens of each row per chunk, or ``"auto"``: :data:`CHUNK_TOKENS` over all rows.
+        documents: lengths of the documents that are packed into the sequence, in order.
+    """
+    size = max(1024, CHUNK_TOKENS // max(1, batch)) if isinstance(chunk, str) else chunk
+    if size > CHUNK_MULTIPLE:
+        size = -(-size // CHUNK_MULTIPLE) * CHUNK_MULTIPLE
+    return state_tiles(tokens, batch, size, documents)

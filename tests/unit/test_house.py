@@ -35,6 +35,7 @@ ORDER = """
     recognise
     blocks
     lm_loss headwise state host_weights
+    chunks
     install
     verification
     planner

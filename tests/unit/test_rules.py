@@ -39,6 +39,15 @@ REFUSED: list[tuple[Combination, str]] = [
     (combination({"checkpoint": "auto"}), "is for plans"),
     (combination({"offload": True}, recomputes=False), "need activation checkpointing, which is off"),
     (combination(TILED_LOSS, framework="ms-swift"), "not verified with ms-swift"),
+    (combination({"segment": 2}), "segment needs chunk"),
+    (combination({"chunk": 64, "heads": 1}), "chunk and heads both bound"),
+    (combination({"chunk": 64, "checkpoint": "attention-saved"}), "'attention-saved' both bound"),
+    (combination({"chunk": 64, "segment": 2}, engine="fsdp2"), "engine 'fsdp2' has on the device one layer at a time"),
+    (
+        combination({"chunk": 64, "segment": 2, "offload": "weights"}, adapters=True),
+        "offload 'weights' has on the device one layer",
+    ),
+    (combination({"chunk": 64}, **RING), "does not support chunk 64"),
     (combination({"path": "fused"}, mlp_kernels=("lora_mlp_kernel",)), "lora_mlp_kernel both replace"),
     (combination(TILED_LOSS, losses=("cut_cross_entropy",)), "both compute the loss"),
     (combination({"offload": True}, checkpointers=("activation_offloading",)), "what activation checkpoints keep"),
@@ -102,7 +111,7 @@ def train(asked: Combination) -> None:
         "trainer": dict(asked.trainer) | ({"activation_offloading": True} if asked.offloaders else {}),
         "attention": asked.attention,
     }  # fmt: skip
-    options = {name: getattr(asked.options, name) for name in ("keep", "heads", "offload")}
+    options = {name: getattr(asked.options, name) for name in ("keep", "heads", "offload", "chunk", "segment")}
     options["checkpoint"] = asked.options.checkpoint or "layer" if asked.recomputes else "none"
     resolve(build_recipe({**values, **options}, {})[0])
 

@@ -30,6 +30,8 @@ from seqtile.blocks.norms_and_projections import (
     words_for,
 )
 from seqtile.checkpointing.policies import standing_checkpointing
+from seqtile.chunks.install_chunks import install_chunks
+from seqtile.chunks.segment import ChunkForward
 from seqtile.devices import device_bytes
 from seqtile.engines.granularity import refuse_wrapped
 from seqtile.engines.zero3 import mark_leaf, whole_shape
@@ -66,6 +68,8 @@ def apply(
     offload: bool | str = False,
     heads: int | str | None = None,
     state: int | str | None = None,
+    chunk: int | str | None = None,
+    segment: int = 1,
 ) -> Report:
     """Run every position-wise block of ``model`` over tiles of tokens, in place.
 
@@ -124,6 +128,14 @@ def apply(
             short convolutions); each tile passes its state to the next, and a layer without attention runs in tiles as
             a whole. ``"auto"``: 2,048 over all sequences of the batch; None: not tiled. A layer is tiled only if a
             trial, untiled and in tiles, gives the same outputs and gradients; the report names the others.
+        chunk: tokens of each row per chunk of the decoder layers: each layer runs, forward and backward, on one chunk
+            after another, which hand keys, values and states on, so that everything inside a layer is bounded by the
+            chunk. Works with any attention of Transformers that is causal. ``"auto"``: 8,192 over all rows of the
+            batch; from 65 on rounded up to a multiple of 64; None: layers run whole. A layer whose trial differs runs
+            whole, and a warning names it. Blocks inside a chunk are not tiled again.
+        segment: decoder layers that run on a chunk together. The input of a segment is kept instead of each layer's,
+            and keys, values and states of its layers; one chunk's activations in all of them are alive in its
+            backward. Needs ``chunk``; 1 under engines that free a layer's weights (FSDP, ZeRO-3, weights on the host).
 
     Returns:
         Report: what was tiled, what was not, and why.
@@ -140,6 +152,7 @@ def apply(
     options = TilingOptions(
         tile=tile, only=only, trust=trust, blocks=blocks, path=path, keep=keep, loss=loss, loss_tile=loss_tile,
         loss_impl=loss_impl, checkpoint=checkpoint, offload=offload, heads=heads, state=state,
+        chunk=chunk, segment=segment,
     )  # fmt: skip
     return apply_options(model, options)
 
@@ -154,15 +167,19 @@ def apply_options(model: nn.Module, options: TilingOptions, *, others_stay: bool
     """
     check_combination(Combination(options))
     if not options.tiled and not options.beside_blocks:
-        raise UserError("blocks='none' leaves nothing to do; add loss, checkpoint, offload, heads or state")
+        raise UserError("blocks='none' leaves nothing to do; add loss, checkpoint, offload, heads, state or chunk")
     expect_module(model, "apply")
     refuse_wrapped(model)
     rest = Rest(options, others_stay)
     rest.check(model)
     lowest = ForwardOrder.lowest(options, others_stay)
-    heads, state = options.heads, options.state
+    heads, state, chunk, segment = options.heads, options.state, options.chunk, options.segment
     for forward in installed_forwards(model) if others_stay else ():
-        if isinstance(forward, HeadWise) and lowest <= ForwardOrder.HEADS:
+        if isinstance(forward, ChunkForward) and not (heads or state or options.chunk):
+            chunk, segment = forward.chunk.tokens, forward.chunk.segment
+        elif options.chunk:
+            continue
+        elif isinstance(forward, HeadWise) and lowest <= ForwardOrder.HEADS:
             heads = heads or forward.heads.per_pass
         elif isinstance(forward, StateForward) and lowest <= ForwardOrder.STATE:
             state = state or forward.state.tile
@@ -194,11 +211,12 @@ def apply_options(model: nn.Module, options: TilingOptions, *, others_stay: bool
         done_to_heads = install_heads(model, heads, attention, left_attention)
         done_to_state, left_states = install_state(model, state)
         loss, checkpointing = rest.install(model)
+        done_to_chunks, left_chunks = install_chunks(model, chunk, segment)
     watch_tiles(model)
-    left = [*dict.fromkeys([*left, *left_attention, *left_states])]  # a prediction head once
+    left = [*dict.fromkeys([*left, *left_attention, *left_states, *left_chunks])]  # a prediction head once
     report = Report(
         tiled, tuple(left), len(blocks), keep, weakref.ref(model), done_to_heads, loss, checkpointing, rows,
-        done_to_state,
+        "; ".join(filter(None, (done_to_state, done_to_chunks))),
     )  # fmt: skip
     if logger.isEnabledFor(logging.WARNING):
         _warn_of_versions()
@@ -209,10 +227,12 @@ def apply_options(model: nn.Module, options: TilingOptions, *, others_stay: bool
 class ForwardOrder(IntEnum):
     """The tiled forwards in the order in which they are put over each other."""
 
-    BLOCKS, HEADS, STATE, NOTHING = range(4)
+    BLOCKS, HEADS, STATE, CHUNKS, NOTHING = range(5)
 
     @classmethod
     def of(cls, forward: Installed) -> ForwardOrder:
+        if isinstance(forward, ChunkForward):
+            return cls.CHUNKS
         if isinstance(forward, StateForward):
             return cls.STATE
         return cls.HEADS if isinstance(forward, HeadWise | HeadLayer) else cls.BLOCKS
@@ -222,7 +242,9 @@ class ForwardOrder(IntEnum):
         """The lowest that ``options`` replace; those above it are installed again."""
         if options.tiled or not others_stay:
             return cls.BLOCKS
-        return cls.HEADS if options.heads else cls.STATE if options.state else cls.NOTHING
+        if options.heads or options.chunk:  # chunks take the place of heads and state
+            return cls.HEADS
+        return cls.STATE if options.state else cls.NOTHING
 
 
 def _choose_blocks(model: nn.Module, options: TilingOptions) -> tuple[list[Candidate], list[Candidate], list[Left]]:

@@ -16,6 +16,7 @@ from seqtile.blocks.instance import Installed
 from seqtile.blocks.norms_and_projections import adapted_since, norms_by_kernel
 from seqtile.checkpointing.keep_attention import wide_heads
 from seqtile.checkpointing.reentrant import is_reentrant, shares_keys
+from seqtile.chunks.segment import whole_layers
 from seqtile.devices import device_type
 from seqtile.headwise.install_heads import rotary_by_kernel
 from seqtile.install.loss_and_checkpoints import attention_runs_twice, rest_notes
@@ -152,7 +153,7 @@ class Report(PrintsAsSentence):
         if ran and not any(note.startswith("attention ran on") for note in further):
             further += attention_sentences(frozenset().union(*ran))
         if model is not None:
-            further = [*further, *refusals(model)]
+            further = [*further, *refusals(model), *whole_layers(model)]
             further += [] if rotary_by_kernel(model) else rotary_sentences(model)
             most = max((forward.most_tokens for forward in forwards if isinstance(forward, Installed)), default=0)
             if (again := attention_runs_twice(model, most)) and (not most or most >= ATTENTION_COUNTS):

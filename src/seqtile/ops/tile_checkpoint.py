@@ -43,7 +43,7 @@ State = tuple[Tensor, ...]
 NO_TENSORS: Mapping[str, Tensor] = {}
 """A dict: dynamo cannot read a mapping proxy once the traced code has changed any dict."""
 
-RunWithState = Callable[[Sequence[Tensor], Mapping[str, Tensor], State], tuple[Any, State]]
+RunWithState = Callable[[Sequence[Tensor], Mapping[str, Tensor], State, int], tuple[Any, State]]
 
 
 def run_in_tiles(
@@ -107,6 +107,7 @@ def run_with_state(
     sizes: Sequence[int],
     begins: Collection[int] = (),
     weights: Weights = dict,
+    before_backward: Callable[[Sequence[Tensor]], None] | None = None,
 ) -> Any:
     """Compute a layer that carries a state along the sequence, one tile of the sequence at a time.
 
@@ -115,12 +116,14 @@ def run_with_state(
     handed back. A tile is recomputed and its weights' gradients are summed as :func:`run_in_tiles` does it.
 
     Args:
-        run: function of (tile tensors, replaced weights, state) that returns (outputs, state after the tile). The state
-            is a tuple of tensors, empty at the beginning of a sequence; it must not be written in place.
+        run: function of (tile tensors, replaced weights, state, number of the tile) that returns (outputs, state after
+            the tile). The state is a tuple of tensors, empty at the beginning of a sequence; it must not be written in
+            place.
         tensors: inputs that are split, each ``[B, T, ...]`` or ``[1, T, ...]``; the first is ``[B, T, D]``.
         sizes: tokens of each tile, in order; they sum to ``T``.
         begins: numbers of the tiles besides the first at which a sequence begins: they get no state.
         weights: as for :func:`run_in_tiles`.
+        before_backward: called with ``tensors`` before the first tile of a backward is recomputed.
 
     Returns:
         The outputs of ``run``, joined along dimension 1.
@@ -139,11 +142,11 @@ def run_with_state(
     live = weights() if torch.is_grad_enabled() else {}
     if not torch.is_grad_enabled() or not any(t.requires_grad for t in (*tensors, *live.values())):
         return _run_without_gradient(run, tensors, cuts, begins)
-    return _run_with_gradient(run, tensors, cuts, weights, live, begins)
+    return _run_with_gradient(run, tensors, cuts, weights, live, begins, before_backward=before_backward)
 
 
 def _without_state(run: RunTiles) -> RunWithState:
-    return lambda tiles, aliases, _: (run(tiles, aliases), ())
+    return lambda tiles, aliases, *_: (run(tiles, aliases), ())
 
 
 def _run_without_gradient(
@@ -154,7 +157,7 @@ def _run_without_gradient(
     output = Outputs(cuts)
     state: State = ()
     for index, _ in cuts.numbered():
-        result, state = run(cuts.tiles(rows, index), computed, () if index in begins else state)
+        result, state = run(cuts.tiles(rows, index), computed, () if index in begins else state, index)
         output.write(index, result)
     return output.result(output.buffers)
 
@@ -167,6 +170,7 @@ def _run_with_gradient(
     live: Mapping[str, Tensor],
     begins: Collection[int] = (),
     computed: Mapping[str, Tensor] = NO_TENSORS,
+    before_backward: Callable[[Sequence[Tensor]], None] | None = None,
 ) -> Any:
     rows = cuts.rows(tensors)  # [N, D_i] each; along a sequence [B, T, ...]
     trained = {name: weight for name, weight in live.items() if weight.requires_grad}
@@ -176,7 +180,7 @@ def _run_with_gradient(
     gradients = TileGradients(cuts, [(name, weight.dtype) for name, weight in trained.items()])
     saved: list[Tensor] = []
     token = _Save.apply(gradients, saved, len(rows), len(computed), *rows, *trained.values())  # type: ignore[no-untyped-call]
-    source = TileSource(cuts, token, rows, computed, saved)
+    source = TileSource(cuts, token, rows, computed, saved, before_backward)
     del trained, live, computed, token
     output = Outputs(cuts)
     anchor = rows[0].new_empty(0)
@@ -196,7 +200,7 @@ def _run_with_gradient(
             if isinstance(live[name], nn.Parameter):
                 call_parameter(alias)
         with random.of(index), SumsOfLinears(aliases, gradients.sum_of):
-            result = run(tiles, {**computed, **aliases}, state)
+            result = run(tiles, {**computed, **aliases}, state, index)
         if not source.recomputes:
             same.settle(live)
         return result
@@ -243,8 +247,9 @@ class TileSource:
     """
 
     def __init__(
-        self, cuts: Cuts, token: Tensor, rows: Sequence[Tensor], computed: Mapping[str, Tensor], saved: list[Tensor]
-    ) -> None:
+        self, cuts: Cuts, token: Tensor, rows: Sequence[Tensor], computed: Mapping[str, Tensor], saved: list[Tensor],
+        before_backward: Callable[[Sequence[Tensor]], None] | None = None,
+    ) -> None:  # fmt: skip
         self.cuts = cuts
         self._inputs, self._names = len(rows), tuple(computed)
         self.needs_gradient = [row.requires_grad for row in rows]
@@ -252,6 +257,7 @@ class TileSource:
         self._save = token.grad_fn
         self._live: list[Tensor] | None = [tensor.detach() for tensor in (*rows, *computed.values())]
         self._saved = saved
+        self._before_backward = before_backward
         self._pass = -1
 
     def tiles(self, index: int) -> list[Tensor]:
@@ -284,6 +290,8 @@ class TileSource:
             assert self._save is not None
             self._saved[:] = [row.detach() for row in self._save.saved_tensors]  # type: ignore[attr-defined]
             self._pass = current
+            if self._before_backward is not None:
+                self._before_backward(self._saved[: self._inputs])
 
 
 class TileGradients:

@@ -88,7 +88,7 @@ def _try(module: nn.Module, x: Tensor) -> str:
     try:
         # The hooks keep what the trial saves from a checkpoint around the layer, which counts it. They pack no tensor
         # with a graph: a node that saves its own output would form a cycle and leak the trial's graph.
-        with _without_dropout(module), torch.enable_grad(), saved_tensors_hooks(Tensor.detach, lambda saved: saved):
+        with without_dropouts(module), torch.enable_grad(), saved_tensors_hooks(Tensor.detach, lambda saved: saved):
             return (_compare_tiles if has_values(module) else _connect)(_Trial(module, x))
     except Exception as error:  # noqa: BLE001 - whatever the layer's own code raises
         if isinstance(error, AttributeError) and isinstance(error.obj, CarriedState):
@@ -260,7 +260,7 @@ def distance(got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> tuple
 
 
 @contextmanager
-def _without_dropout(module: nn.Module) -> Iterator[None]:
+def without_dropouts(module: nn.Module) -> Iterator[None]:
     dropouts = [dropout for dropout in module.modules() if isinstance(dropout, nn.Dropout) and dropout.training]
     for dropout in dropouts:
         dropout.training = False

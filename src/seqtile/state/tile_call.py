@@ -161,7 +161,7 @@ def in_tiles(module: nn.Module, call: TileCall, tensors: Sequence[Tensor], cuts:
     """
     swap = ParameterSwap((module,))
 
-    def run(tiles: Sequence[Tensor], aliases: Mapping[str, Tensor], state: State) -> tuple[Any, State]:
+    def run(tiles: Sequence[Tensor], aliases: Mapping[str, Tensor], state: State, _: int) -> tuple[Any, State]:
         call_tile = partial(call.run, module, state=state)
         with inside():
             if not aliases:

@@ -96,7 +96,7 @@ OTHER_NAMES = {
     "dry-run": "plan check preview", "packing": "sample_packing pack", "overwrite": "force", "help-all": "all",
     "attention": "attn flash_attn flash_attention attn_impl attention_implementation",
     "optimizer": "opt", "checkpoint": "recompute checkpointing activation_checkpoint remat ac",
-    "tile": "tiles chunk chunks chunk_size tile_size num_tiles shards num_shards", "heads": "kv_heads head_groups",
+    "tile": "tiles chunks chunk_size tile_size num_tiles shards num_shards", "heads": "kv_heads head_groups",
     "report-to": "wandb tracker logger", "sp-size": "ulysses sp sequence_parallel sequence_parallel_size",
     "cp-size": "ring cp context_parallel context_parallel_size", "warmup-steps": "warmup warmup_ratio",
     "lr-scheduler-type": "scheduler lr_scheduler schedule", "fit-memory": "memory device gpu_memory vram",

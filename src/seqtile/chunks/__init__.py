@@ -1,0 +1,1 @@
+"""Decoder layers over chunks of the sequence that hand keys, values and states on."""

@@ -1,0 +1,110 @@
+"""Run a segment of decoder layers on one chunk of the sequence after another, as one node of the graph."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from seqtile._compat import tree_leaves
+from seqtile.blocks.instance import inside
+from seqtile.chunks.layer_cache import view_in_chunks
+from seqtile.chunks.layer_call import ChunkedCall
+from seqtile.engines.flat import ParameterSwap, call_with_weights
+from seqtile.ops.rng import Autocast, RandomState
+from seqtile.ops.tile_checkpoint import State, Weights, run_with_state
+from seqtile.tiling import StateTiles
+
+
+class _Randoms:
+    """The generator's state at each chunk's beginning, where a layer draws random numbers."""
+
+    def __init__(self, layer: nn.Module, device: torch.device) -> None:
+        self._device = device
+        self._draws = any(isinstance(m, nn.Dropout) and m.training and m.p > 0 for m in layer.modules())
+        self._states: dict[int, RandomState] = {}
+
+    def keep(self, index: int) -> None:
+        """At a chunk of the forward."""
+        if self._draws and index not in self._states:
+            self._states[index] = RandomState(self._device)
+
+    def again(self, index: int) -> AbstractContextManager[None]:
+        """Inside, the chunk draws the same numbers."""
+        return self._states[index].replayed() if index in self._states else nullcontext()
+
+
+def run_segment(
+    modules: Sequence[nn.Module],
+    calls: Sequence[ChunkedCall],
+    tensors: Sequence[Tensor],
+    cuts: StateTiles,
+    weights: Weights,
+) -> Any:
+    """Layers, one after another, on one chunk after another.
+
+    Args:
+        modules: the layers.
+        calls: their arguments.
+        tensors: the first one's hidden states, and other arguments that require a gradient, layer by layer.
+        cuts: sizes of the chunks, and those at which a document begins.
+        weights: the live weights of all layers, each name after its layer's number.
+
+    Memory:
+        Between forward and backward: the hidden states, keys and values of every attending layer but the first, whose
+        are projected from the hidden states again, and states at each chunk's beginning. In the backward: gradients of
+        the segment's keys and values, and one chunk's activations in all its layers.
+    """
+    swap, views = ParameterSwap(modules), [view_in_chunks(module) for module in modules]
+    begins, starts = _positions(cuts)
+    autocast, random = Autocast.of(tensors[0]), _Randoms(modules[0], tensors[0].device)
+
+    def layers(tiles: Sequence[Tensor], state: State, index: int) -> tuple[Any, State]:
+        states, extra, result = list(state), list(tiles[1:]), None
+        left: list[Tensor] = []
+        hidden_states = tiles[0]
+        for view, call in zip(views, calls, strict=True):
+            own = [extra.pop(0) for _ in range(call.extra)]
+            before = tuple([states.pop(0) for _ in range(call.states if state else 0)])
+            result, after = call.run(view, [hidden_states, *own], before, begins[index], starts[index])
+            hidden_states = next(leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
+            left += after
+        return result, tuple(left)
+
+    def run(tiles: Sequence[Tensor], aliases: Mapping[str, Tensor], state: State, index: int) -> tuple[Any, State]:
+        random.keep(index)
+        with inside():
+            if not aliases:
+                return layers(tiles, state, index)
+            result: tuple[Any, State] = call_with_weights(swap, aliases, (layers, tiles, state, index))
+            return result
+
+    def project_again(whole: Sequence[Tensor]) -> None:
+        """Keys and values of the first layer, dropped after the forward, from its input."""
+        if not calls[0].projects_again:
+            return
+        for index, size in enumerate(cuts.sizes):
+            chunk = [tensor.narrow(1, starts[index], size) for tensor in whole[: 1 + calls[0].extra]]
+            with torch.no_grad(), autocast.on(), inside(), random.again(index):
+                calls[0].run(views[0], chunk, (), begins[index], starts[index], keys_only=True)
+
+    output = run_with_state(run, tensors, cuts.sizes, cuts.begins, weights, project_again)
+    for call in calls if not torch.is_grad_enabled() else calls[:1]:
+        if not torch.is_grad_enabled() or call.projects_again:
+            for store in call.stores:
+                store.drop()
+    return output
+
+
+def _positions(cuts: StateTiles) -> tuple[list[int], list[int]]:
+    """For each chunk the first token of its document, and its own first token."""
+    begins, starts, begin, start = list[int](), list[int](), 0, 0
+    for index, size in enumerate(cuts.sizes):
+        begin = start if index in cuts.begins else begin
+        begins.append(begin)
+        starts.append(start)
+        start += size
+    return begins, starts

@@ -1,0 +1,149 @@
+"""What a layer sees in place of a cache, and the attention function that reads the keys of the chunks before it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from seqtile._compat import MODULES, OtherAttention, attention_kind
+from seqtile._shallow import view_of
+from seqtile.ops.attention.piece_kernels import default_scale
+from seqtile.ops.attention.prefix import KeyValues, Visible, prefix_attention
+from seqtile.state.state_cache import CarriedState, Key
+
+CHUNK_ATTENTION = "seqtile_chunks"
+"""Name of the attention function in Transformers' registry."""
+
+REPLACED = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4")
+"""Attention implementations that compute what :func:`prefix_attention` does, by another kernel."""
+
+
+class NotChunkedError(RuntimeError):
+    """A layer computes something that chunks do not hand on."""
+
+
+class ChunkCache(CarriedState):
+    """The cache of one layer for one chunk: states as for state tiles; keys and values stay with the attention."""
+
+    def __init__(self, tensors: Mapping[Key, Tensor], start: int) -> None:
+        super().__init__(tensors)
+        self._start = start
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """A chunk's own keys and values; :func:`attend` reads the earlier ones from its buffer."""
+        return key_states, value_states
+
+    def get_seq_length(self, *_: Any) -> int:
+        """Tokens before the chunk."""
+        return self._start
+
+
+@dataclass
+class Attending:
+    """One chunk of one layer, while it runs.
+
+    Attributes:
+        stores: keys and values of each attention call in the layer, in the order of the calls.
+        begin: first token of the chunk's document.
+        start: first token of the chunk.
+        end: one beyond its last.
+        tokens: of the sequence.
+        mask: of the whole sequence, ``[B or 1, 1 or H, T, T]``, or None.
+        padding: of the whole sequence, ``[B, T]``, or None.
+        keys_only: stop at each attention as soon as its keys are stored.
+        calls: attention calls so far.
+    """
+
+    stores: list[KeyValues]
+    begin: int
+    start: int
+    end: int
+    tokens: int
+    mask: Tensor | None
+    padding: Tensor | None
+    keys_only: bool = False
+    calls: int = 0
+
+
+class KeysStored(Exception):
+    """Ends a layer once its keys and values are stored."""
+
+
+_in_chunk = threading.local()
+
+
+@contextmanager
+def attending(chunk: Attending) -> Iterator[None]:
+    """Around one chunk of one layer."""
+    outside, _in_chunk.chunk = getattr(_in_chunk, "chunk", None), chunk
+    try:
+        yield
+    finally:
+        _in_chunk.chunk = outside
+
+
+def attend(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *, dropout: float = 0.0,
+    scaling: float | None = None, sliding_window: int | None = None, softcap: float | None = None,
+    s_aux: Tensor | None = None, is_causal: bool | None = None, **kwargs: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """Transformers' attention function inside a chunk: ``[B, H, t, E]`` in, ``[B, t, H, V]`` out."""
+    chunk: Attending = _in_chunk.chunk
+    if dropout:
+        raise NotChunkedError("attention dropout is on, which fused kernels of chunks do not have")
+    if query.shape[2] != key.shape[2]:
+        raise NotChunkedError("its attention reads other tokens than its own sequence")
+    if chunk.mask is None and not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+        raise NotChunkedError("its attention is not causal")
+    if kwargs.get("position_bias") is not None:
+        raise NotChunkedError("its attention adds a position bias")
+    if chunk.calls == len(chunk.stores):
+        chunk.stores.append(KeyValues(chunk.tokens))
+    store = chunk.stores[chunk.calls]
+    chunk.calls += 1
+    device = query.device.type
+    if torch.is_autocast_enabled(device):
+        query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
+    if chunk.keys_only:
+        store.write(chunk.start, key, value)
+        raise KeysStored
+    replaced = module.config.replaced  # type: ignore[union-attr]
+    if replaced == "eager" and chunk.mask is None:
+        raise NotChunkedError("its attention has no mask, so it is not causal")
+    if replaced == "sdpa":  # which takes windows from its mask, and ignores a soft cap and sinks
+        softcap = s_aux = None
+    window = sliding_window if chunk.mask is None and replaced != "sdpa" else None
+    visible = Visible(chunk.begin, chunk.start, chunk.end, window, chunk.mask, chunk.padding)
+    scale = default_scale(query.shape[-1]) if scaling is None else scaling
+    output = prefix_attention(
+        query, key, value, store, visible, scale=float(scale), softcap=softcap or 0.0, sinks=s_aux
+    )
+    return output.transpose(1, 2), None
+
+
+def view_in_chunks(layer: nn.Module) -> Any:
+    """A view of a decoder layer whose attention modules call :func:`attend`.
+
+    A view shares weights, settings and other children with its module; the module itself is not changed.
+    """
+    from transformers import AttentionInterface
+
+    if CHUNK_ATTENTION not in AttentionInterface():
+        AttentionInterface.register(CHUNK_ATTENTION, attend)
+    view = view_of(layer)
+    if hasattr(view, "gradient_checkpointing"):
+        view.__dict__["gradient_checkpointing"] = False
+    if attention_kind(layer) is not None:
+        view.__dict__["config"] = OtherAttention(layer.config, CHUNK_ATTENTION)
+    children = dict(view.__dict__[MODULES])
+    for name, child in children.items():
+        if child is not None and any(attention_kind(inner) is not None for inner in child.modules()):
+            children[name] = view_in_chunks(child)
+    view.__dict__[MODULES] = children
+    return view

@@ -1,0 +1,240 @@
+"""``forward`` of decoder layers over chunks of the sequence, a segment of layers at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from seqtile._compat import (
+    CHECKPOINT_FUNCTION,
+    attention_kind,
+    captures_nothing,
+    checkpoints_in_forward,
+    forward_pre_hooks_of,
+)
+from seqtile._errors import UserError
+from seqtile.blocks.instance import Installed, inside_a_tile, logger
+from seqtile.checkpointing.reentrant import is_reentrant
+from seqtile.chunks.chunk_node import run_segment
+from seqtile.chunks.chunk_proof import UNKNOWN, ChunkProofs
+from seqtile.chunks.layer_call import ChunkedCall
+from seqtile.engines.flat import is_flat_view, named_weights
+from seqtile.engines.zero12 import reduces_as_they_arrive
+from seqtile.recognise.live_weights import foreign_hooks
+from seqtile.state.state_cache import cache_argument
+from seqtile.state.tile_call import given
+from seqtile.tiling import StateTiles, chunk_sizes
+
+
+@dataclass(eq=False)
+class Segment:
+    """Layers that one node of the graph computes; all but the last only record their call.
+
+    Attributes:
+        layers: how many.
+        recorded: forwards and calls of the layers that were called, in order.
+        hidden_states: what they passed on unchanged.
+    """
+
+    layers: int
+    recorded: list[tuple[ChunkForward, ChunkedCall]] = field(default_factory=list)
+    hidden_states: Tensor | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Segment:
+        copied: Segment = memo.setdefault(id(self), Segment(self.layers))
+        return copied
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"layers": self.layers, "recorded": [], "hidden_states": None}
+
+    def take(self) -> list[tuple[ChunkForward, ChunkedCall]]:
+        """The recorded calls; none are left."""
+        recorded, self.recorded, self.hidden_states = self.recorded, [], None
+        return recorded
+
+
+@dataclass(frozen=True)
+class ChunkSetting:
+    """How one layer runs in chunks.
+
+    Attributes:
+        tokens: of each row per chunk, or ``"auto"``.
+        name: qualified name of the layer.
+        position: its place in the segment.
+        attends: whether it has attention and no state.
+        segment: layers of a full segment.
+    """
+
+    tokens: int | str
+    name: str
+    position: int = 0
+    attends: bool = True
+    segment: int = 1
+
+    @property
+    def layer(self) -> str:
+        """Qualified name of the decoder layer."""
+        return self.name
+
+
+class ChunkForward(Installed):
+    """``forward`` of one decoder layer, over chunks of its sequence.
+
+    Args:
+        layer: the decoder layer.
+        setting: how it runs.
+        segment: the layers that it is computed with.
+        proofs: what is known of layers like it.
+
+    Attributes:
+        chunks: most chunks of any call so far.
+        refused: why its last call ran whole, or "".
+    """
+
+    left_out_compiled = "chunk is ignored under torch.compile: compiled layers run whole"
+
+    def __init__(self, layer: nn.Module, setting: ChunkSetting, segment: Segment, proofs: ChunkProofs) -> None:
+        super().__init__(layer, setting)  # type: ignore[arg-type]
+        self.chunk, self.segment, self.proofs = setting, segment, proofs
+        self.cache = cache_argument(layer)
+        self.chunks, self.refused = 0, ""
+
+    def note(self) -> str:
+        of_layers = f", with {self.segment.layers} layers" if self.segment.layers > 1 else ""
+        return f"chunk={self.chunk.tokens}{of_layers}"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self.module
+        if inside_a_tile():
+            return self.original(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            self.note_compiled()
+            return self.original(*args, **kwargs)
+        if not torch.is_grad_enabled() and not module.training:
+            return self.original(*args, **kwargs)
+        checkpointed = module.training and torch.is_grad_enabled() and getattr(module, "gradient_checkpointing", False)
+        cache = None if self.cache is None else given(args, kwargs, self.cache)
+        if cache is not None and not torch.is_grad_enabled():
+            return self.original(*args, **kwargs)  # generate() on a model in training mode
+        call = ChunkedCall(args, kwargs, self.cache, self._reads_positions())
+        why = call.why_whole or self._hooked() or ("" if checkpointed else _why_not_without(cache))
+        proof = UNKNOWN if why else self.proofs.of(self.module, call, args, kwargs)
+        if why := why or proof.why_not:
+            return self._whole(why, args, kwargs)
+        self.check()
+        self.refused = ""
+        segment, hidden_states = self.segment, call.hidden_states
+        if not self.chunk.position:
+            segment.take()  # of a forward that ended in an error
+        alone = segment.layers == 1 or proof.returns_more or frees_weights(module) or is_reentrant(module)
+        if segment.recorded and (alone or hidden_states is not segment.hidden_states):
+            self._refuse_segment()
+        cuts = self._cuts([call])
+        if alone and len(cuts.sizes) == 1 and checkpointed and not reduces_as_they_arrive(module.parameters()):
+            return self.original(*args, **kwargs)
+        segment.hidden_states = hidden_states
+        segment.recorded.append((self, call))
+        if not alone and len(segment.recorded) < segment.layers:
+            assert hidden_states is not None
+            return proof.as_returned(hidden_states)
+        return self._run(segment.take(), bool(checkpointed))
+
+    def _reads_positions(self) -> bool:
+        """Whether its attention keeps packed documents apart by their positions."""
+        if not self.chunk.attends:
+            return False
+        kinds = {attention_kind(module) for module in self.module.modules()}
+        return any(kind is not None and kind.startswith("flash") for kind in kinds)
+
+    def _cuts(self, calls: Sequence[ChunkedCall]) -> StateTiles:
+        """The chunks of a segment; its layers may name the documents in different ways, or not at all."""
+        documents = next((call.documents for call in calls if call.documents), ())
+        return chunk_sizes(calls[0].tokens, calls[0].batch, self.chunk.tokens, documents)
+
+    def _run(self, recorded: list[tuple[ChunkForward, ChunkedCall]], checkpointed: bool) -> Any:
+        """The node of a segment, under the last layer's activation checkpoint."""
+        modules, calls = [forward.module for forward, _ in recorded], [call for _, call in recorded]
+        cuts = self._cuts(calls)
+        for forward, _ in recorded:
+            forward.chunks = max(forward.chunks, len(cuts.sizes))
+        tensors = calls[0].take() + [tensor for call in calls[1:] for tensor in call.take()[1:]]
+
+        def run(*tensors: Tensor) -> Any:
+            return run_segment(modules, calls, tensors, cuts, partial(_weights_of, modules))
+
+        if checkpointed and checkpoints_in_forward(self.module):
+            return getattr(self.module, CHECKPOINT_FUNCTION)(run, *tensors)
+        # Transformers before 5.24 runs the checkpoint around each layer's call. The last layer's recompute would lack
+        # the other layers' calls, so it must see nothing of what the node saves.
+        with saved_tensors_hooks(_unchanged, _unchanged) if len(calls) > 1 else nullcontext():
+            return run(*tensors)
+
+    def _refuse_segment(self) -> None:
+        self.segment.take()
+        raise UserError(
+            f"segment={self.segment.layers}: {self.chunk.name} ({type(self.module).__name__}) cannot be in one "
+            "segment with the layer before it: hidden states change between them, or an engine frees weights after "
+            "each layer; use segment=1"
+        )
+
+    def _hooked(self) -> str:
+        """Why hooks inside the layer keep it whole, or ""."""
+        for name, submodule in self.module.named_modules():
+            if name and not all(map(captures_nothing, foreign_hooks(submodule))):
+                return f"{name} has hooks, which chunks would call with other tensors"
+        return ""
+
+    def _whole(self, why: str, args: Any, kwargs: Any) -> Any:
+        if self.segment.recorded:
+            self._refuse_segment()
+        if torch.is_grad_enabled():
+            self.refused = why
+            if self.is_news(why):
+                logger.warning("%s runs whole: %s", self.chunk.name, why)
+        return self.original(*args, **kwargs)
+
+
+def _why_not_without(cache: Any) -> str:
+    """Why a layer that was called with a cache cannot run without it: the cache holds something already."""
+    if cache is None:
+        return ""
+    try:
+        empty = not cache.get_seq_length()
+    except (AttributeError, NotImplementedError, TypeError):
+        empty = False
+    return "" if empty else "it was called with a cache; pass use_cache=False"
+
+
+def frees_weights(layer: nn.Module) -> bool:
+    """Whether an engine, or weights on the host, take a layer's weights away as soon as it has run."""
+    if type(layer).__name__.startswith("FSDP"):
+        return True
+    weights = [weight for _, weight in named_weights(layer)]
+    on_host = any(type(hook).__module__ == "seqtile.host_weights" for hook in forward_pre_hooks_of(layer).values())
+    return on_host or any(hasattr(weight, "ds_shape") or is_flat_view(weight) for weight in weights)
+
+
+def _weights_of(modules: Sequence[nn.Module]) -> dict[str, Tensor]:
+    """The live weights of a segment, each name after its layer's number."""
+    return {f"{n}.{name}": weight for n, module in enumerate(modules) for name, weight in named_weights(module)}
+
+
+def _unchanged(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def whole_layers(model: nn.Module) -> list[str]:
+    """Which layers ran whole at their last call, and why."""
+    names_by_refusal: dict[str, list[str]] = {}
+    for module in model.modules():
+        forward = module.__dict__.get("forward")
+        if isinstance(forward, ChunkForward) and forward.refused:
+            names_by_refusal.setdefault(forward.refused, []).append(forward.chunk.name)
+    return [f"chunk: {', '.join(names)} run whole: {why}" for why, names in names_by_refusal.items()]

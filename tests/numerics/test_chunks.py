@@ -1,0 +1,530 @@
+"""Decoder layers in chunks of the sequence against the same layers whole."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import seqtile
+from numerics._errors import assert_all_no_worse, assert_no_worse
+from seqtile import UserError
+from seqtile._compat import has_kernel
+from seqtile.chunks.segment import ChunkForward
+from seqtile.counting import count_live_bytes, count_products
+from seqtile.ops.attention import piece_kernels, prefix
+from seqtile.ops.attention.piece_kernels import Piece, Plain
+from seqtile.ops.attention.prefix import KeyValues, Visible, prefix_attention
+from seqtile.tiling import chunk_sizes
+
+SIZES = dict(
+    hidden_size=40, intermediate_size=72, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+    head_dim=16, vocab_size=61, max_position_embeddings=512, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+)  # fmt: skip
+EXPERTS = dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=24, decoder_sparse_step=1)
+SLIDING = ["sliding_attention", "full_attention"] * 2
+DELTA = dict(
+    linear_num_value_heads=6, linear_num_key_heads=3, linear_key_head_dim=8, linear_value_head_dim=12,
+    layer_types=["linear_attention", "full_attention"] * 2,
+)  # fmt: skip
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "gemma2": dict(sliding_window=24, layer_types=SLIDING, attn_logit_softcapping=0.05, attn_implementation="eager"),
+    "gemma3_text": dict(sliding_window=24, layer_types=SLIDING),
+    "gpt_oss": dict(num_local_experts=6, num_experts_per_tok=2, sliding_window=24, layer_types=SLIDING),  # sinks
+    "qwen3_moe": EXPERTS,
+    "deepseek_v3": dict(  # latent attention: values are narrower than keys
+        n_routed_experts=6, num_experts_per_tok=2, moe_intermediate_size=24, n_group=1, topk_group=1, q_lora_rank=20,
+        kv_lora_rank=28, qk_rope_head_dim=8, qk_nope_head_dim=10, v_head_dim=12, first_k_dense_replace=1,
+        num_key_value_heads=4, head_dim=8,
+    ),
+    "qwen3_5_text": DELTA,
+    "lfm2": dict(layer_types=["conv", "full_attention"] * 2, block_auto_adjust_ff_dim=False),
+    "falcon_h1": dict(mamba_n_heads=6, mamba_d_head=8, mamba_n_groups=1, mamba_d_state=10, mamba_chunk_size=4,
+                      mamba_d_ssm=48),  # attention and a state in one layer
+}  # fmt: skip
+NO_FLOAT64 = {"qwen3_moe", "deepseek_v3", "gpt_oss"}
+"""Their grouped product takes no float64."""
+
+ROUNDED_TO_NOTHING = ("A_log", "dt_bias")
+"""Parameters whose gradient is a small difference of large numbers, untiled too."""
+
+
+def build(family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+    torch.manual_seed(0)
+    settings = {**SIZES, **FAMILIES[family], **changes}
+    attention = settings.pop("attn_implementation", None)
+    config = AutoConfig.for_model(family, **settings)
+    return AutoModelForCausalLM.from_config(config, attn_implementation=attention).to(dtype).train()
+
+
+def batch_of(rows: int = 2, tokens: int = 150, padded: str = "", seed: int = 1) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, SIZES["vocab_size"], (rows, tokens), generator=generator, device="cpu")
+    batch = dict(input_ids=ids, labels=ids.clone())
+    if padded:
+        mask = torch.ones_like(ids)
+        mask[0, slice(0, 45) if padded == "left" else slice(tokens - 45, None)] = 0
+        batch["labels"][mask == 0] = -100
+        batch["labels"][0, 45] = -100  # predicted from a padded token
+        batch["attention_mask"] = mask
+    return {name: value.to(torch.get_default_device()) for name, value in batch.items()}
+
+
+def step(model: nn.Module, *batches: Mapping[str, Tensor], autocast: bool = False) -> dict[str, Tensor | None]:
+    """Loss and gradients of a step of one or more micro-batches."""
+    model.zero_grad()
+    total = torch.zeros((), dtype=torch.float64)
+    device = next(model.parameters()).device.type
+    for batch in batches:
+        torch.manual_seed(3)
+        with torch.autocast(device, torch.bfloat16) if autocast else nullcontext():
+            loss = model(**batch).loss
+        loss.backward()
+        total += loss.detach().double().cpu()
+    gradients = {name: copy.copy(weight.grad) for name, weight in model.named_parameters()}
+    return {
+        "loss": total.float().to(device),
+        **{n: g for n, g in gradients.items() if not n.endswith(ROUNDED_TO_NOTHING)},
+    }
+
+
+def in_double(result: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+    return {name: None if value is None else value.double() for name, value in result.items()}
+
+
+def chunks_of(model: nn.Module) -> list[int]:
+    """Most chunks of each layer."""
+    forwards = [module.__dict__.get("forward") for module in model.modules()]
+    return [forward.chunks for forward in forwards if isinstance(forward, ChunkForward)]
+
+
+@pytest.fixture(autouse=True)
+def _warnings_are_seen(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    with caplog.at_level(logging.WARNING, "seqtile"):
+        yield
+
+
+SHAPES = [(64, 1), (64, 2), (128, 4), (64, 3), (7, 1), (999, 2)]
+"""Chunk and segment; a chunk of 7 cuts a delta rule's blocks, whose rounding then differs."""
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("padded", ["", "left", "right"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_chunks_are_the_whole_layers(family: str, padded: str) -> None:
+    if family == "gemma2" and padded or family == "gpt_oss" and padded == "left":
+        pytest.skip("eager attention is NaN where a query sees no key, untiled too")
+    batch = batch_of(padded=padded)
+    truth = in_double(step(build(family, torch.float32 if family in NO_FLOAT64 else torch.float64), batch))
+    whole = step(build(family), batch)
+    for chunk, segment in SHAPES:
+        if chunk == 7 and family == "qwen3_5_text":
+            continue
+        model = build(family)
+        report = seqtile.apply(model, chunk=chunk, segment=segment, blocks="none")
+        got = step(model, batch)
+        assert chunks_of(model) == [-(-150 // chunk)] * 4, (report.notes, chunk, segment)
+        assert_all_no_worse(got, whole, truth, factor=4.0, floor=2e-6)
+
+
+@pytest.mark.parametrize("segment", [1, 2])
+@pytest.mark.parametrize("reentrant", [None, False, True])
+@pytest.mark.parametrize("family", ["llama", "qwen3_5_text"])
+def test_activation_checkpoints_change_nothing(family: str, reentrant: bool | None, segment: int) -> None:
+    batch = batch_of()
+    expected = step(build(family), batch)
+    truth = in_double(step(build(family, torch.float64), batch))
+    model = build(family)
+    if reentrant is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    seqtile.apply(model, chunk=64, segment=segment)
+    assert_all_no_worse(
+        step(
+            model,
+            batch,
+        ),
+        expected,
+        truth,
+        factor=4.0,
+        floor=2e-6,
+    )
+    assert chunks_of(model) == [3] * 4
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_5_text", "qwen3_moe"])
+def test_low_precision_under_autocast(family: str) -> None:
+    batch = batch_of()
+    whole, truth = step(build(family), batch, autocast=True), in_double(step(build(family), batch))
+    model = build(family)
+    seqtile.apply(model, chunk=64, segment=2)
+    assert_all_no_worse(step(model, batch, autocast=True), whole, truth, factor=3.0, floor=4e-3)
+    assert chunks_of(model) == [3] * 4
+
+
+def test_two_micro_batches_and_two_forwards_before_a_backward() -> None:
+    batches = batch_of(), batch_of(rows=1, tokens=97, seed=2)
+    truth = in_double(step(build("llama", torch.float64), *batches))
+    model = build("llama")
+    expected = step(model, *batches)
+    seqtile.apply(model, chunk=64, segment=2)
+    assert_all_no_worse(step(model, *batches), expected, truth, factor=4.0, floor=2e-6)
+    model.zero_grad()
+    losses = [model(**batch).loss for batch in batches]
+    (losses[0] + losses[1]).backward()
+    got = {"loss": expected["loss"], **{name: weight.grad for name, weight in model.named_parameters()}}
+    assert_all_no_worse(got, expected, truth, factor=4.0, floor=2e-6)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_5_text"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_packed_documents_stay_apart(family: str, attention: str) -> None:
+    """Documents named by their positions, and by the ends that a padding-free collator gives."""
+    lengths = (70, 3, 1, 50)
+    ids = batch_of(1, sum(lengths))["input_ids"]
+    labels = ids.clone()
+    labels[0, torch.tensor((0, *lengths)).cumsum(0)[:-1]] = -100
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    ends = torch.tensor((0, *lengths)).cumsum(0).int()
+    packed = dict(input_ids=ids, labels=labels, position_ids=positions, use_cache=False)  # a cache hides packing
+    if family == "qwen3_5_text":
+        numbers = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))[None]
+        packed |= dict(cu_seq_lens_q=ends, cu_seq_lens_k=ends, max_length_q=70, max_length_k=70, seq_idx=numbers)
+
+    def one_by_one(dtype: torch.dtype) -> dict[str, Tensor | None]:
+        model = build(family, dtype, attn_implementation=attention)
+        count = sum(length - 1 for length in lengths)
+        for document in ids[0].split(lengths):
+            if document.numel() > 1:
+                model(input_ids=document[None], labels=document[None], num_items_in_batch=count).loss.backward()
+        gradients = {name: weight.grad for name, weight in model.named_parameters()}
+        return {n: g for n, g in gradients.items() if not n.endswith(ROUNDED_TO_NOTHING)}
+
+    model = build(family, attn_implementation=attention)
+    seqtile.apply(model, chunk=64)
+    got = step(model, packed)
+    del got["loss"]
+    assert_all_no_worse(got, one_by_one(torch.float32), in_double(one_by_one(torch.float64)), factor=4.0, floor=2e-5)
+    assert all(chunks > 1 for chunks in chunks_of(model))
+
+
+def test_dropout_is_drawn_once_and_replayed() -> None:
+    """The directional derivative under LoRA's dropout is the difference quotient of the loss under the same draw."""
+    peft = pytest.importorskip("peft")
+    model = build("llama", torch.float64)
+    lora = peft.LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.3, init_lora_weights=False)
+    model = peft.get_peft_model(model, lora).train().double()
+    seqtile.apply(model, chunk=64, segment=2)
+    ids = batch_of(1)["input_ids"]
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    ways = [torch.randn(w.shape, generator=torch.Generator().manual_seed(4)).to(w) for w in trained]
+
+    def loss() -> Tensor:
+        torch.manual_seed(7)
+        return F.cross_entropy(model(input_ids=ids, use_cache=False).logits[0, :-1].double(), ids[0, 1:])
+
+    loss().backward()
+    slope = sum(float((weight.grad * way).sum().detach()) for weight, way in zip(trained, ways, strict=True))
+    values = []
+    for sign in (1, -2):
+        with torch.no_grad():
+            for weight, way in zip(trained, ways, strict=True):
+                weight.add_(sign * 1e-4 * way)
+        values.append(float(loss().detach()))
+    # Norms compute in fp32 even here, which bounds the quotient: 1e-7 of the loss over a step of 2e-4.
+    assert slope == pytest.approx((values[0] - values[1]) / 2e-4, rel=5e-3)
+
+
+def test_products_are_those_of_checkpointed_layers_but_for_keys_and_values() -> None:
+    """11 units of the MLP, 8 frozen. Attention's projections run once more where their results are not kept."""
+    batch = batch_of(1)
+
+    def products(frozen: bool, **settings: Any) -> int:
+        model = build("llama")
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.model.layers.requires_grad_(not frozen)
+        seqtile.apply(model, blocks="none", loss="tiled", **settings)
+        step(model, batch)
+        with count_products() as counted:
+            step(model, batch)
+        return counted.flops
+
+    sizes = SIZES
+    hidden, heads, keys = sizes["hidden_size"], 4 * 16, 2 * 16
+    again = 2 * 150 * hidden * (heads + 2 * keys)
+    for frozen in (False, True):
+        whole, in_chunks = products(frozen), products(frozen, chunk=64)
+        assert in_chunks - whole <= 4 * again, frozen
+        assert products(frozen, chunk=64, segment=4) <= whole + again + 3 * 2 * 150 * hidden * 72, frozen
+
+
+def test_memory_is_bounded_by_the_chunk() -> None:
+    """Beyond checkpoints a step takes what one chunk takes, and one layer's keys, values and their gradients."""
+
+    def peak(**settings: Any) -> int:
+        model = build("llama", max_position_embeddings=2048)
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        seqtile.apply(model, blocks="none", loss="tiled", loss_tile=64, **settings)
+        step(model, batch_of(1, 200))
+        for weight in model.parameters():
+            weight.grad = torch.zeros_like(weight)
+        with count_live_bytes("cpu") as live:
+            model(**batch_of(1, 1024)).loss.backward()
+        return live.peak
+
+    hidden_states = 1024 * SIZES["hidden_size"] * 4
+    keys_and_values = 1024 * 2 * 2 * 16 * 4
+    whole, in_chunks = peak(), peak(chunk=128)
+    # Four layers' inputs, the last one's output, and two gradients of them; keys, values, and their gradients.
+    assert in_chunks < 8 * hidden_states + 2 * keys_and_values + 2**20
+    assert in_chunks < 0.6 * whole
+
+
+def test_generation_evaluation_and_training_mode_without_gradients_are_left_alone() -> None:
+    model = build("llama")
+    ids = batch_of(1, 90)["input_ids"]
+    model.eval()
+    expected = model.generate(ids, max_new_tokens=4, do_sample=False)
+    with torch.no_grad():
+        logits = model(ids).logits
+    seqtile.apply(model, chunk=64, segment=2)
+    assert torch.equal(model.generate(ids, max_new_tokens=4, do_sample=False), expected)
+    torch.testing.assert_close(model(ids).logits, logits)
+    model.train()
+    with torch.no_grad():
+        assert torch.equal(model.eval()(ids).logits, logits)
+        model.train()
+        assert torch.equal(model.generate(ids, max_new_tokens=4, do_sample=False), expected)
+        torch.testing.assert_close(model(ids, use_cache=False).logits, logits)
+    assert model.config._attn_implementation == "sdpa"
+    seqtile.undo(model)
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+def test_a_copied_model_runs_its_own_layers() -> None:
+    model = build("llama")
+    seqtile.apply(model, chunk=64, segment=2)
+    batch = batch_of()
+    expected = step(model, batch)
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.zero_()
+    torch.testing.assert_close(step(copied, batch), expected)
+
+
+def test_attention_dropout_runs_whole_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    model = build("llama", attention_dropout=0.2)
+    seqtile.apply(model, chunk=64)
+    step(model, batch_of())
+    assert chunks_of(model) == [0] * 4
+    assert "attention dropout" in caplog.text
+    assert [record.levelno for record in caplog.records].count(logging.WARNING) == 4
+
+
+def test_hidden_states_that_change_between_layers_of_a_segment_are_refused() -> None:
+    model = build("llama")
+    seqtile.apply(model, chunk=64, segment=2)
+    hook = model.model.layers[0].register_forward_hook(lambda layer, args, output: output + 1)
+    with pytest.raises(UserError, match="segment=1"):
+        step(model, batch_of())
+    hook.remove()
+    step(model, batch_of())  # nothing is left of the refused call
+
+
+def test_an_exception_in_a_segment_leaves_nothing_behind() -> None:
+    model = build("llama")
+    seqtile.apply(model, chunk=64, segment=2)
+
+    def fail(*_: Any) -> None:
+        raise KeyError("stop")
+
+    hook = model.model.layers[1].register_forward_pre_hook(fail)
+    with pytest.raises(KeyError):
+        step(model, batch_of())
+    hook.remove()
+    expected = step(build("llama"), batch_of())
+    torch.testing.assert_close(step(model, batch_of()), expected, rtol=1e-4, atol=1e-6)
+
+
+# ---- the operator ----
+
+
+def qkv(dtype: torch.dtype, heads: int = 6, keys: int = 2, tokens: int = 90, width: int = 8, value: int = 8) -> Any:
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((2, heads, tokens, width), (2, keys, tokens, width), (2, keys, tokens, value), (2, heads, tokens, value))
+    q, k, v, upstream = (torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes)
+    return [x.requires_grad_() for x in (q, k, v)], upstream
+
+
+def attention_in_chunks(q: Tensor, k: Tensor, v: Tensor, sizes: tuple[int, ...], **how: Any) -> Tensor:
+    store, outputs, start = KeyValues(q.shape[2]), [], 0
+    arguments = {name: how.pop(name) for name in ("window", "mask", "padding") if name in how}
+    for size in sizes:
+        visible = Visible(0, start, start + size, **arguments)
+        parts = [x[:, :, start : start + size] for x in (q, k, v)]
+        outputs.append((parts, visible, store))
+        start += size
+    return _Chain.apply(outputs, how, q, k, v)
+
+
+class _Chain(torch.autograd.Function):
+    """Chunks forward in order and backward in reverse, as the tiles of a layer run."""
+
+    @staticmethod
+    def forward(ctx: Any, chunks: Any, how: Any, *qkv: Tensor) -> Tensor:
+        ctx.chunks, ctx.how, ctx.graphs = chunks, how, []
+        for parts, visible, store in chunks:
+            leaves = [part.detach().requires_grad_() for part in parts]
+            with torch.enable_grad():
+                ctx.graphs.append((leaves, prefix_attention(*leaves, store, visible, scale=0.3, **how)))
+        return torch.cat([output.detach() for _, output in ctx.graphs], 2)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> Any:
+        gradients: list[Any] = []
+        end = upstream.shape[2]
+        for leaves, output in reversed(ctx.graphs):
+            grad = upstream[:, :, end - output.shape[2] : end]
+            end -= output.shape[2]
+            gradients.insert(0, torch.autograd.grad(output, leaves, grad))
+        return None, None, *(torch.cat([grads[n] for grads in gradients], 2) for n in range(3))
+
+
+def visible_to(tokens: int, window: int | None = None) -> Tensor:
+    distance = torch.arange(tokens)[:, None] - torch.arange(tokens)
+    return (distance >= 0) & (distance < (window or tokens))
+
+
+def plain_attention(
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, softcap: float = 0.0, sinks: Tensor | None = None
+) -> Tensor:
+    repeat = q.shape[1] // k.shape[1]
+    scores = q @ k.repeat_interleave(repeat, 1).mT * 0.3
+    scores = softcap * torch.tanh(scores / softcap) if softcap else scores
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if sinks is not None:
+        column = sinks[None, :, None, None].expand(*scores.shape[:3], 1).to(scores.dtype)
+        weights = torch.cat([scores, column], -1).softmax(-1)[..., :-1]
+    else:
+        weights = scores.softmax(-1)
+    return weights @ v.repeat_interleave(repeat, 1)
+
+
+@pytest.fixture
+def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix, "KEYS_AT_ONCE", 16)
+    monkeypatch.setattr(prefix, "MASKED_KEYS", 12)
+    monkeypatch.setattr(prefix, "WINDOWED_QUERIES", 10)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "causal": {},
+    "window": {"window": 11},
+    "soft cap": {"softcap": 1.5},
+    "mask": {"masked": True},
+    "padding": {"padded": True},
+    "window and padding": {"window": 17, "padded": True},
+}
+
+
+@pytest.mark.usefixtures("_small_pieces")
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize("value_width", [8, 5])
+@pytest.mark.parametrize("case", CASES)
+def test_pieces_join_to_one_softmax(case: str, value_width: int, plain: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float64 to rounding, by the CPU's kernel and by plain products, whatever the chunks."""
+    if plain:
+        monkeypatch.setattr(piece_kernels, "_kernel", lambda *_: Plain)
+    how = dict(CASES[case])
+    tokens = 90
+    seen = visible_to(tokens, how.get("window")).expand(2, 1, tokens, tokens)
+    if how.pop("masked", False):
+        documents = torch.tensor([0] * 37 + [1] * 53)
+        seen = seen & (documents[:, None] == documents)
+        how["mask"] = seen
+    if how.pop("padded", False):
+        padding = torch.ones(2, tokens, dtype=torch.bool)
+        padding[0, :40] = False
+        how["padding"] = padding
+        seen = seen & (padding[:, None, None] | torch.eye(tokens, dtype=torch.bool))
+    inputs, upstream = qkv(torch.float64, value=value_width)
+    expected = plain_attention(*inputs, seen, how.get("softcap", 0.0))
+    truth = torch.autograd.grad(expected, inputs, upstream)
+    for sizes in ((90,), (30, 30, 30), (1, 64, 25), (17,) * 5 + (5,)):
+        got = attention_in_chunks(*inputs, sizes, **how)
+        torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
+        for gradient, reference in zip(torch.autograd.grad(got, inputs, upstream), truth, strict=True):
+            torch.testing.assert_close(gradient, reference, rtol=1e-9, atol=1e-11)
+
+
+def test_a_sink_joins_each_row_once() -> None:
+    inputs, upstream = qkv(torch.float64)
+    sinks = torch.randn(6, dtype=torch.float64, generator=torch.Generator().manual_seed(5)).requires_grad_()
+    expected = plain_attention(*inputs, visible_to(90), sinks=sinks)
+    store, start, total = KeyValues(90), 0, torch.zeros_like(sinks)
+    outputs = []
+    for size in (40, 50):
+        parts = [x[:, :, start : start + size].detach().requires_grad_() for x in inputs]
+        visible = Visible(0, start, start + size)
+        outputs.append((parts, prefix_attention(*parts, store, visible, scale=0.3, sinks=sinks), start))
+        start += size
+    torch.testing.assert_close(torch.cat([output for _, output, _ in outputs], 2), expected)
+    for parts, output, first in reversed(outputs):
+        grad = upstream[:, :, first : first + output.shape[2]]
+        total += torch.autograd.grad(output, [*parts, sinks], grad)[-1]
+    torch.testing.assert_close(total, torch.autograd.grad(expected, sinks, upstream)[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_joined_pieces_are_as_exact_as_one_kernel(dtype: torch.dtype) -> None:
+    inputs, upstream = qkv(dtype, tokens=1024, width=16, value=16)
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    truth = plain_attention(*exact, visible_to(1024))
+    truths = torch.autograd.grad(truth, exact, upstream.double())
+    untiled = F.scaled_dot_product_attention(*inputs, is_causal=True, scale=0.3, enable_gqa=True)
+    expected = torch.autograd.grad(untiled, inputs, upstream)
+    got = attention_in_chunks(*inputs, (64,) * 16)
+    assert_no_worse(got, untiled, truth)
+    for one, other, exactly in zip(torch.autograd.grad(got, inputs, upstream), expected, truths, strict=True):
+        assert_no_worse(one, other, exactly)
+
+
+def test_no_mask_of_a_chunk_and_all_tokens_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    biases = []
+    forward = piece_kernels.forward
+
+    def seen(q: Tensor, k: Tensor, v: Tensor, piece: Piece) -> Any:
+        biases.append(None if piece.bias is None else piece.bias.shape)
+        return forward(q, k, v, piece)
+
+    monkeypatch.setattr(piece_kernels, "forward", seen)
+    monkeypatch.setattr(prefix, "MASKED_KEYS", 32)
+    inputs, _ = qkv(torch.float32)
+    attention_in_chunks(*inputs, (30, 30, 30))
+    assert biases == [None] * 5
+    biases.clear()
+    padding = torch.ones(2, 90, dtype=torch.bool)
+    padding[0, :7] = False
+    attention_in_chunks(*inputs, (45, 45), padding=padding)
+    assert max(shape[-1] for shape in biases) <= 32
+
+
+@pytest.mark.parametrize(("tokens", "batch", "chunk", "sizes"), [
+    (150, 1, 64, (64, 64, 22)), (150, 1, 70, (128, 22)), (20, 1, 7, (7, 7, 6)), (20_000, 1, "auto", (8192, 8192, 3616)),
+    (20_000, 4, "auto", (2048,) * 9 + (1568,)), (65, 1, 64, (63, 2)),
+])  # fmt: skip
+def test_chunk_sizes(tokens: int, batch: int, chunk: int | str, sizes: tuple[int, ...]) -> None:
+    assert chunk_sizes(tokens, batch, chunk).sizes == sizes
+
+
+def test_kernels_exist() -> None:
+    assert has_kernel("aten::_scaled_dot_product_flash_attention_for_cpu_backward", "CPU")
