@@ -99,6 +99,12 @@ def adapter_config(lora: LoraRecipe | None, model: nn.Module, frozen: Sequence[s
     """
     if lora is None:
         return None
+    if lora.start is not None:
+        from peft import PeftConfig
+
+        config = PeftConfig.from_pretrained(lora.start)
+        config.inference_mode = False
+        return config
     config = lora_config(model, r=lora.r, alpha=lora.alpha, dropout=lora.dropout, target_modules=lora.target_modules)
     left_out = without_adapters(model, config)
     if left_out is not None:
@@ -108,6 +114,23 @@ def adapter_config(lora: LoraRecipe | None, model: nn.Module, frozen: Sequence[s
         unread = [name for name in linear if name.startswith(tuple(f"{tower}." for tower in frozen))]
         config.exclude_modules = [*(config.exclude_modules or ()), *unread]
     return config
+
+
+def load_adapters(model: Any, lora: LoraRecipe) -> None:
+    """Give a model's new adapters the weights of those that ``lora.start`` names.
+
+    Raises:
+        UserError: they do not fit this model.
+    """
+    from peft import load_peft_weights, set_peft_model_state_dict
+
+    try:
+        loaded = set_peft_model_state_dict(model, load_peft_weights(str(lora.start), device="cpu"))
+        unexpected = loaded.unexpected_keys
+    except (RuntimeError, ValueError, OSError) as error:
+        unexpected = [str(error).strip().splitlines()[0]]
+    if unexpected:
+        raise UserError(f"the adapters of lora.start {lora.start!r} do not fit this model: {unexpected[0]}")
 
 
 def describe_adapters(model: nn.Module) -> str:

@@ -74,8 +74,8 @@ def existing_model(model: str) -> str:
         return str(path)
     if (path / "adapter_config.json").is_file():
         raise UserError(
-            f"model directory {model!r} has adapters only; merge them into their base model, or resume their run "
-            "with --resume --output DIR"
+            f"model directory {model!r} has adapters only; give their base model and --lora start={model}, or resume "
+            "their run with --resume --output DIR"
         )
     if path.exists():
         raise UserError(f"model {model!r} has no config.json; expected a directory written by save_pretrained")

@@ -7,6 +7,7 @@ A recipe is complete in itself: the resolved one is saved as ``recipe.yaml`` bes
 from __future__ import annotations
 
 import difflib
+import json
 import re
 import types
 import typing
@@ -165,6 +166,21 @@ class LoraRecipe(CheckedModel):
     alpha: float | None = Field(None, gt=0, description="scale; default twice the rank")
     dropout: float = Field(0.0, ge=0, lt=1, description="dropout on the adapters' input")
     target_modules: str | tuple[str, ...] = Field("all-linear", description="linear layers with an adapter")
+    start: str | None = Field(None, description="directory of adapters to go on from, with their settings")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_start(cls, values: dict[str, Any]) -> dict[str, Any]:
+        directory = values.get("start") if isinstance(values, dict) else None
+        if not isinstance(directory, str):
+            return values
+        try:
+            saved = json.loads((Path(directory).expanduser() / "adapter_config.json").read_text(encoding="utf-8"))
+            own = {"r": saved["r"], "alpha": saved["lora_alpha"], "dropout": saved["lora_dropout"],
+                   "target_modules": saved["target_modules"]}  # fmt: skip
+        except (OSError, ValueError, KeyError, TypeError):
+            raise ValueError(f"lora.start {directory!r} has no LoRA adapters (adapter_config.json)") from None
+        return {**own, **values}
 
 
 def _key_of(name: str) -> tuple[Any, Any]:

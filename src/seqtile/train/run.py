@@ -233,7 +233,7 @@ def require_packages() -> None:
 def _build(recipe: Recipe, output: Path, start: Path | None, display: Display) -> tuple[Any, Report | None]:
     """Data, model, tiling and trainer; each refuses bad input before the next, slower one starts."""
     from seqtile.lm_loss.tiled_loss import find_causal_lms
-    from seqtile.train.arguments import adapter_config, describe_adapters
+    from seqtile.train.arguments import adapter_config, describe_adapters, load_adapters
     from seqtile.train.load import (
         causal_model,
         check_checkpoints,
@@ -283,6 +283,8 @@ def _build(recipe: Recipe, output: Path, start: Path | None, display: Display) -
     if recipe.lora is not None:
         # TRL has added the adapters: blocks, projections and experts are checked with them.
         tiling = tile(causal_model(trainer.model), recipe)
+        if recipe.lora.start is not None and start is None:
+            load_adapters(trainer.model, recipe.lora)
         logger.info(describe_adapters(trainer.model))
     if recipe.loss_tile:
         tile_head(causal_model(trainer.model), recipe.loss_tile)
