@@ -22,6 +22,7 @@ PARTS: dict[str, list[str]] = {
     "operators, low precision": ["numerics/test_contract.py", "-k", "precision or autocast"],
     "loss": ["numerics/test_head.py", "numerics/test_head_kernels.py"],
     "heads": ["numerics/test_heads.py", "device/test_attention_kernels.py"],
+    "chunks": ["numerics/test_chunks.py"],
     "states, offload, dropout": [
         "numerics/test_state_tiles.py", "numerics/test_offload.py", "numerics/test_dropout.py",
     ],

@@ -22,7 +22,7 @@ from seqtile.chunks.segment import ChunkForward
 from seqtile.counting import count_live_bytes, count_products
 from seqtile.ops.attention import piece_kernels, prefix
 from seqtile.ops.attention.piece_kernels import Piece, Plain
-from seqtile.ops.attention.prefix import KeyValues, Visible, prefix_attention
+from seqtile.ops.attention.prefix import GivenMask, KeyValues, Visible, prefix_attention
 from seqtile.tiling import chunk_sizes
 
 SIZES = dict(
@@ -168,6 +168,21 @@ def test_low_precision_under_autocast(family: str) -> None:
     seqtile.apply(model, chunk=64, segment=2)
     assert_all_no_worse(step(model, batch, autocast=True), whole, truth, factor=3.0, floor=4e-3)
     assert chunks_of(model) == [3] * 4
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("family", ["llama", "qwen3_5_text", "gemma3_text"])
+def test_weights_in_bf16(family: str) -> None:
+    batch, sizes = batch_of(tokens=200), dict(hidden_size=128, head_dim=64)
+    models = [build(family, torch.bfloat16, **sizes) for _ in range(2)]
+    exact = build(family, **sizes)
+    exact.load_state_dict(models[0].state_dict())
+    whole, truth = step(models[0], batch), step(exact, batch)
+    seqtile.apply(models[1], chunk=64, segment=2, blocks="none")
+    got = step(models[1], batch)
+    assert chunks_of(models[1]) == [4] * 4
+    # A chunk's output is rounded once more where pieces are joined.
+    assert_all_no_worse(got, whole, {**in_double(truth), "loss": truth["loss"]}, factor=3.0, floor=5e-3)
 
 
 def test_two_micro_batches_and_two_forwards_before_a_backward() -> None:
@@ -330,6 +345,35 @@ def test_attention_dropout_runs_whole_and_says_so(caplog: pytest.LogCaptureFixtu
     assert [record.levelno for record in caplog.records].count(logging.WARNING) == 4
 
 
+def test_padding_longer_than_a_chunk() -> None:
+    ids = batch_of(1)["input_ids"]
+    mask, labels = torch.ones_like(ids), ids.clone()
+    mask[:, :100] = 0
+    labels[:, :101] = -100
+    batch = dict(input_ids=ids, labels=labels, attention_mask=mask)
+    expected, truth = step(build("llama"), batch), in_double(step(build("llama", torch.float64), batch))
+    model = build("llama")
+    seqtile.apply(model, chunk=64)
+    assert_all_no_worse(step(model, batch), expected, truth, factor=4.0, floor=2e-6)
+    assert chunks_of(model) == [3] * 4
+
+
+@pytest.mark.parametrize(("crosses", "chunks"), [(False, 3), (True, 0)])
+def test_tokens_that_see_later_ones(crosses: bool, chunks: int, caplog: pytest.LogCaptureFixture) -> None:
+    """A block of tokens that see each other, as those of a picture: in one chunk, or across the end of one."""
+    ids = batch_of(1)["input_ids"]
+    mask = visible_to(150)
+    block = slice(60, 70) if crosses else slice(70, 80)
+    mask[block, block] = True
+    batch = dict(input_ids=ids, labels=ids, attention_mask=mask[None, None])
+    expected, truth = step(build("llama"), batch), in_double(step(build("llama", torch.float64), batch))
+    model = build("llama")
+    seqtile.apply(model, chunk=64)
+    assert_all_no_worse(step(model, batch), expected, truth, factor=4.0, floor=2e-6)
+    assert chunks_of(model) == [chunks] * 4
+    assert ("later chunks" in caplog.text) == crosses
+
+
 def test_hidden_states_that_change_between_layers_of_a_segment_are_refused() -> None:
     model = build("llama")
     seqtile.apply(model, chunk=64, segment=2)
@@ -450,7 +494,7 @@ def test_pieces_join_to_one_softmax(case: str, value_width: int, plain: bool, mo
     if how.pop("masked", False):
         documents = torch.tensor([0] * 37 + [1] * 53)
         seen = seen & (documents[:, None] == documents)
-        how["mask"] = seen
+        how["mask"] = GivenMask(seen)
     if how.pop("padded", False):
         padding = torch.ones(2, tokens, dtype=torch.bool)
         padding[0, :40] = False
@@ -493,6 +537,26 @@ def test_joined_pieces_are_as_exact_as_one_kernel(dtype: torch.dtype) -> None:
     untiled = F.scaled_dot_product_attention(*inputs, is_causal=True, scale=0.3, enable_gqa=True)
     expected = torch.autograd.grad(untiled, inputs, upstream)
     got = attention_in_chunks(*inputs, (64,) * 16)
+    assert_no_worse(got, untiled, truth)
+    for one, other, exactly in zip(torch.autograd.grad(got, inputs, upstream), expected, truths, strict=True):
+        assert_no_worse(one, other, exactly)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", ["CuDnn", "Flash", "Plain"])
+@pytest.mark.parametrize("width", [64, 128])
+def test_kernels_of_a_gpu_join(kernel: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(piece_kernels, "_kernel", lambda *_: getattr(piece_kernels, kernel))
+    device = torch.get_default_device()
+    inputs, upstream = qkv(torch.bfloat16, heads=8, tokens=1536, width=width, value=width)
+    inputs = [x.detach().to(device).requires_grad_() for x in inputs]
+    upstream = upstream.to(device)
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    truth = plain_attention(*exact, visible_to(1536).to(device))
+    truths = torch.autograd.grad(truth, exact, upstream.double())
+    untiled = F.scaled_dot_product_attention(*inputs, is_causal=True, scale=0.3, enable_gqa=True)
+    expected = torch.autograd.grad(untiled, inputs, upstream)
+    got = attention_in_chunks(*inputs, (512,) * 3)
     assert_no_worse(got, untiled, truth)
     for one, other, exactly in zip(torch.autograd.grad(got, inputs, upstream), expected, truths, strict=True):
         assert_no_worse(one, other, exactly)

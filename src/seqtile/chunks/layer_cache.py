@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from seqtile._compat import MODULES, OtherAttention, attention_kind
 from seqtile._shallow import view_of
 from seqtile.ops.attention.piece_kernels import default_scale
-from seqtile.ops.attention.prefix import KeyValues, Visible, prefix_attention
+from seqtile.ops.attention.prefix import GivenMask, KeyValues, Visible, prefix_attention
 from seqtile.state.state_cache import CarriedState, Key
 
 CHUNK_ATTENTION = "seqtile_chunks"
@@ -54,7 +54,7 @@ class Attending:
         start: first token of the chunk.
         end: one beyond its last.
         tokens: of the sequence.
-        mask: of the whole sequence, ``[B or 1, 1 or H, T, T]``, or None.
+        mask: of the whole sequence, or None.
         padding: of the whole sequence, ``[B, T]``, or None.
         keys_only: stop at each attention as soon as its keys are stored.
         calls: attention calls so far.
@@ -65,7 +65,7 @@ class Attending:
     start: int
     end: int
     tokens: int
-    mask: Tensor | None
+    mask: GivenMask | None
     padding: Tensor | None
     keys_only: bool = False
     calls: int = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,10 +11,22 @@ from torch import Tensor, nn
 
 from seqtile._compat import tree_flatten, tree_unflatten
 from seqtile.chunks.layer_cache import Attending, ChunkCache, KeysStored, NotChunkedError, attending
-from seqtile.ops.attention.prefix import KeyValues
+from seqtile.ops.attention.prefix import GivenMask, KeyValues
 from seqtile.ops.tile_checkpoint import State
 from seqtile.state.state_cache import Key
 from seqtile.state.tile_call import DOCUMENTS, OF_DOCUMENTS
+
+_given_masks: dict[int, tuple[weakref.ref[Tensor], GivenMask]] = {}
+
+
+def given_mask(mask: Tensor) -> GivenMask:
+    """What is known of a mask, which all layers of a forward share."""
+    number = id(mask)
+    known = _given_masks.get(number)
+    if known is None:
+        reference = weakref.ref(mask, lambda _: _given_masks.pop(number, None))
+        known = _given_masks[number] = reference, GivenMask(mask.detach())
+    return known[1]
 
 
 class ChunkedCall:
@@ -29,7 +42,7 @@ class ChunkedCall:
         hidden_states: the hidden states, until they are taken.
         extra: how many other arguments ``[B, T, ...]`` require a gradient.
         documents: lengths of the documents that the sequence holds; empty where the call names none.
-        mask: attention's mask of the whole sequence, ``[B or 1, 1 or H, T, T]``, or None.
+        mask: attention's mask of the whole sequence, or None.
         padding: ``[B, T]``, True at tokens, or None.
         why_whole: why the call cannot be cut, or "".
     """
@@ -48,7 +61,7 @@ class ChunkedCall:
         starts = {name: kwargs.pop(name) for name in OF_DOCUMENTS if name in kwargs}
         self._leaves, self._spec = tree_flatten((args, kwargs))
         self.why_whole, self.documents = "", tuple[int, ...]()
-        self.mask: Tensor | None = None
+        self.mask: GivenMask | None = None
         self.padding: Tensor | None = None
         self.extra = 0
         self._differentiable: list[Tensor] = []
@@ -78,9 +91,9 @@ class ChunkedCall:
         """Decide along which dimension an argument is cut."""
         shape, tokens = leaf.shape, self.tokens
         if leaf.dim() == 4 and shape[-2:] == (tokens, tokens) and shape[0] in (1, self.batch):
-            if self.mask is not None and self.mask is not leaf:
+            if self.mask is not None:
                 self.why_whole = "it takes two masks"
-            self.mask = leaf
+            self.mask = given_mask(leaf)
             return
         by_row = leaf.dim() > 1 and shape[1] == tokens and shape[0] in (1, self.batch)
         if by_row and leaf.requires_grad:

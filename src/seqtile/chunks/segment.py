@@ -30,7 +30,7 @@ from seqtile.engines.zero12 import reduces_as_they_arrive
 from seqtile.recognise.live_weights import foreign_hooks
 from seqtile.state.state_cache import cache_argument
 from seqtile.state.tile_call import given
-from seqtile.tiling import StateTiles, chunk_sizes
+from seqtile.tiling import StateTiles, chunk_sizes, tile_ranges
 
 
 @dataclass(eq=False)
@@ -137,6 +137,10 @@ class ChunkForward(Installed):
         if segment.recorded and (alone or hidden_states is not segment.hidden_states):
             self._refuse_segment()
         cuts = self._cuts([call])
+        if call.mask is not None and any(
+            call.mask.reaches(start, start + size) for start, size in tile_ranges(cuts.sizes)
+        ):
+            return self._whole("its mask lets tokens see tokens of later chunks", args, kwargs)
         if alone and len(cuts.sizes) == 1 and checkpointed and not reduces_as_they_arrive(module.parameters()):
             return self.original(*args, **kwargs)
         segment.hidden_states = hidden_states

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from seqtile._compat import keeps_graph
 from seqtile.ops.attention import piece_kernels
-from seqtile.ops.attention.piece_kernels import Piece
+from seqtile.ops.attention.piece_kernels import HIDDEN, Piece
 from seqtile.ops.grad_accumulator import LOW
 from seqtile.ops.token_tiles import refuse_second_derivative
 
@@ -71,6 +71,55 @@ class KeyValues:
             self.drop()
 
 
+class GivenMask:
+    """A mask of a whole sequence, and what is known of its blocks: each look waits for the device.
+
+    Args:
+        mask: ``[B or 1, 1 or H, T, T]``, boolean (True is seen) or added to the scores.
+    """
+
+    def __init__(self, mask: Tensor) -> None:
+        self.mask = mask
+        self._kinds: dict[tuple[int, int, int, int], str] = {}
+
+    def _seen(self, first: int, last: int, key: int, end: int) -> Tensor:
+        block = self.mask[:, :, first:last, key:end]
+        return block if block.dtype == torch.bool else block > torch.finfo(block.dtype).min / 2
+
+    def kind(self, first: int, last: int, key: int, end: int) -> str:
+        """``"none"``, ``"all"``, ``"causal"`` or ``"some"`` of the keys are seen by these queries."""
+        where = (first, last, key, end)
+        if where not in self._kinds:
+            self._kinds[where] = self._look(*where)
+        return self._kinds[where]
+
+    def _look(self, first: int, last: int, key: int, end: int) -> str:
+        seen = self._seen(first, last, key, end)
+        if not bool(seen.any()):
+            return "none"
+        block = self.mask[:, :, first:last, key:end]
+        if block.dtype != torch.bool and bool((block[seen] != 0).any()):
+            return "some"  # a bias of the scores
+        if bool(seen.all()):
+            return "all"
+        square = (first, last) == (key, end)
+        return (
+            "causal" if square and bool((seen == seen.new_ones(last - first, last - first).tril_()).all()) else "some"
+        )
+
+    def reaches(self, first: int, last: int) -> bool:
+        """Whether one of these queries sees a key behind them all."""
+        tokens = self.mask.shape[-1]
+        return last < tokens and self.kind(first, last, last, tokens) != "none"
+
+    def bias(self, first: int, last: int, key: int, end: int, dtype: torch.dtype) -> Tensor:
+        """The bias of one block."""
+        block = self.mask[:, :, first:last, key:end]
+        if block.dtype != torch.bool:
+            return block.to(dtype)
+        return torch.zeros(block.shape, dtype=dtype, device=block.device).masked_fill_(~block, -torch.inf)
+
+
 @dataclass(frozen=True)
 class Visible:
     """Which keys the queries of a chunk see.
@@ -80,7 +129,7 @@ class Visible:
         start: first token of the chunk.
         end: one beyond its last.
         window: most keys that a query sees, its own included; None for all.
-        mask: of the whole sequence, ``[B or 1, 1 or H, T, T]``, boolean or added to the scores; it replaces causality.
+        mask: of the whole sequence; it replaces causality, and no query may see a key behind its chunk.
         padding: ``[B, T]``, True at tokens; None where there is none. A padded query sees its own key.
     """
 
@@ -88,7 +137,7 @@ class Visible:
     start: int
     end: int
     window: int | None = None
-    mask: Tensor | None = None
+    mask: GivenMask | None = None
     padding: Tensor | None = None
 
     def query_ranges(self) -> Iterator[tuple[int, int]]:
@@ -102,7 +151,7 @@ class Visible:
     def pieces(self, first: int, last: int, dtype: torch.dtype) -> Iterator[tuple[int, int, bool, Tensor | None]]:
         """(first key, one beyond the last, causal, bias or None) for queries ``first`` to ``last``."""
         if self.mask is not None:
-            yield from self._masked_pieces(self.mask[:, :, first:last], first, last, dtype)
+            yield from self._masked_pieces(self.mask, first, last, dtype)
             return
         low = self.begin if self.window is None else max(self.begin, first - self.window + 1)
         needs_mask = self.window is not None and last - low > self.window
@@ -127,17 +176,18 @@ class Visible:
         return torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, -torch.inf)
 
     def _masked_pieces(
-        self, rows: Tensor, first: int, last: int, dtype: torch.dtype
+        self, mask: GivenMask, first: int, last: int, dtype: torch.dtype
     ) -> Iterator[tuple[int, int, bool, Tensor | None]]:
-        for key in (*range(0, first, MASKED_KEYS), *range(first, last, MASKED_KEYS)):
-            end = min(key + MASKED_KEYS, first if key < first else last)
-            block = rows[..., key:end]
-            if block.dtype != torch.bool:
-                if bool((block > torch.finfo(block.dtype).min / 2).any()):
-                    yield key, end, False, block.to(dtype)
-            elif bool(block.any()):
-                bias = torch.zeros(block.shape, dtype=dtype, device=block.device).masked_fill_(~block, -torch.inf)
-                yield key, end, False, None if bool(block.all()) else bias
+        blocks = [(key, min(key + MASKED_KEYS, first)) for key in range(0, first, MASKED_KEYS)]
+        if mask.kind(first, last, first, last) == "causal":
+            blocks.append((first, last))
+        else:
+            blocks += [(key, min(key + MASKED_KEYS, last)) for key in range(first, last, MASKED_KEYS)]
+        for key, end in blocks:
+            kind = mask.kind(first, last, key, end)
+            if kind != "none":
+                bias = mask.bias(first, last, key, end, dtype) if kind == "some" else None
+                yield key, end, kind == "causal", bias
 
 
 def prefix_attention(
@@ -197,7 +247,8 @@ class _PrefixAttention(torch.autograd.Function):
                     joined = of_piece
                 else:
                     joined = piece_kernels.join(joined[0].to(lse.dtype), joined[1], *of_piece)
-            assert joined is not None
+            if joined is None:  # a mask hides all keys, as from padded tokens
+                joined = torch.zeros_like(output[:, :, rows]), torch.full_like(lse[:, :, rows], HIDDEN)
             if sinks is not None:
                 with_sink = torch.logaddexp(joined[1], sinks.to(lse.dtype)[:, None])
                 joined = joined[0] * (joined[1] - with_sink).exp()[..., None], with_sink
