@@ -338,3 +338,23 @@ def test_what_a_process_refuses_is_said_once(folder: Path, capfd: pytest.Capture
     assert len(told) == 1 and "column" in told[0]
     assert "Traceback" not in errors, errors
     assert not (folder / "refused").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(SECONDS)
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2", pytest.param("zero3", marks=needs_deepspeed)])
+def test_the_result_has_the_dtype_of_the_checkpoint(engine: str, folder: Path, tmp_path: Path) -> None:
+    """Weights that are sharded or copied train in fp32, and are saved in bf16 as one process would save them."""
+    shutil.copytree(folder / "model", tmp_path / "model")
+    AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.bfloat16).save_pretrained(tmp_path / "model")
+    shutil.copy(folder / "rows.jsonl", tmp_path)
+    shutil.copy(folder / "recipe.yaml", tmp_path)
+    more = ("--engine", engine, "--nproc", "2", "--steps", "2")
+    assert main(arguments(tmp_path, tmp_path / "out", *more)) == 0
+    assert {weight.dtype for weight in weights(tmp_path / "out").values()} == {torch.bfloat16}
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+    _, expected = alone(tmp_path, 2, 2)
+    start, trained = weights(tmp_path / "model"), weights(tmp_path / "out")
+    assert trained.keys() == expected.keys() and any(not torch.equal(trained[name], start[name]) for name in start)
+    for name, weight in trained.items():  # a sum in another order may round to the next number of bf16
+        torch.testing.assert_close(weight, expected[name], rtol=2**-7, atol=1e-6)

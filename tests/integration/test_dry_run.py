@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -71,3 +72,15 @@ def test_a_model_without_a_plan_is_shown_all_the_same(
     data = tiny_run.write_jsonl(tmp_path / "rows.jsonl", [CHAT] * 3)
     shown = show(capsys, "--model", str(model), "--dataset", str(data), "--recipe", str(recipe))
     assert "⟦user: who?" in shown and "Plan none: got optimizer 'rmsprop'" in shown
+
+
+@pytest.mark.parametrize("attention", ["flash", "sdpa", None])
+def test_attention_that_is_not_installed(
+    attention: str | None, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = tiny_run.write_jsonl(tmp_path / "rows.jsonl", [CHAT] * 3)
+    more = [] if attention is None else ["--attention", attention]
+    shown = show(capsys, "--model", str(model), "--dataset", str(data), "--max-length", "64", *more)
+    missing = attention == "flash" and find_spec("flash_attn") is None
+    assert ("the run would stop: attention flash: " in shown) == missing
+    assert "Dry run: nothing was written" in shown

@@ -34,7 +34,7 @@ def dry_run(recipe: Recipe, progress: Any, nodes: int = 1) -> None:
     Raises:
         UserError: what a run would refuse of its rows.
     """
-    from seqtile.train.load import tokenizer_of
+    from seqtile.train.load import tokenizer_of, why_attention_is_missing
     from seqtile.train.read_data import read_data
     from seqtile.train.run import fitted
 
@@ -50,6 +50,7 @@ def dry_run(recipe: Recipe, progress: Any, nodes: int = 1) -> None:
     notes: list[str] = []
     recipe = fitted(recipe, None, notes.append, nodes)
     plan = _plan_or_reason(recipe, nodes)
+    missing = why_attention_is_missing(recipe)
     progress.end()
     console = Console(highlight=False, soft_wrap=True, markup=False)
     console.print("Settings", style="bold")
@@ -75,6 +76,8 @@ def dry_run(recipe: Recipe, progress: Any, nodes: int = 1) -> None:
             planner, estimate, longest, limit, as_json=False, reasons=False, recipe_file=None, plot_file=None,
             max_length=recipe.max_length, saving=saving, better=lambda: None, by_split=dict,
         )  # fmt: skip
+    if missing:
+        console.print(f"\nOn this machine the run would stop: attention {recipe.attention}: {missing}")
     console.print("\nDry run: nothing was written and no weights were loaded.")
 
 

@@ -287,6 +287,23 @@ def auto_class(config: Any, recipe: Recipe) -> Any:
     )
 
 
+def why_attention_is_missing(recipe: Recipe) -> str:
+    """Why the recipe's attention cannot run on this machine, in Transformers' words; "" if it can, or was not named."""
+    import torch
+
+    if recipe.model == DEMO or recipe.attention is None:
+        return ""
+    config = load_config(recipe)
+    try:
+        with torch.device("meta"):
+            auto_class(config, recipe).from_config(
+                config, attn_implementation=recipe.attn_implementation, trust_remote_code=recipe.trust_remote_code
+            )
+    except (ImportError, ValueError) as error:
+        return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+    return ""
+
+
 def freeze_unread(model: Any) -> list[str]:
     """Freeze what text never reaches in a model for pictures or sound; names of modules.
 
