@@ -35,11 +35,12 @@ from seqtile.engines.zero12 import reduces_as_they_arrive
 from seqtile.ops.fused_norm import fused_norm
 from seqtile.ops.mlp import FusedWeights, fused_mlp
 from seqtile.ops.rng import RowWise
-from seqtile.ops.tile_checkpoint import NO_TENSORS, run_in_tiles
+from seqtile.ops.tile_checkpoint import NO_TENSORS, Weights, run_in_tiles
 from seqtile.ops.token_tiles import refuse_trace
 from seqtile.recognise.chain import Chain
 from seqtile.recognise.known_kernels import own_forward
 from seqtile.recognise.live_weights import row_wise
+from seqtile.recognise.packed_experts import is_packed
 from seqtile.recognise.proof import Mode, Proof, autocast_dtype, prove
 from seqtile.recognise.snapshot import Snapshot
 from seqtile.tiling import FUSED_WIDTHS, LIVE_WIDTHS, BlockShape, KeepRule, TileRule
@@ -264,6 +265,7 @@ class Installed(ForwardStandIn):
         lanes: int = 1,
         mode: Mode | None = None,
         computed: Mapping[str, Tensor] = NO_TENSORS,
+        unpacked: Weights | None = None,
     ) -> Any:
         """Run ``call``, which is ``chain``, on tiles of ``tensors``.
 
@@ -275,6 +277,7 @@ class Installed(ForwardStandIn):
             lanes: rows per token.
             mode: how it runs, where that is not to be read from ``tensors``.
             computed: weights that were computed for this call, in place of the modules' own of these names.
+            unpacked: computes frozen weights from packed ones, in place of the modules' own of these names.
         """
         if inside_a_tile():
             self.acted = True
@@ -305,7 +308,9 @@ class Installed(ForwardStandIn):
             return untiled()
         fused = operands.fused
         if fused is None or self.plainly is not None:
-            return self._in_tiles(chain.modules, tensors, call, sizes, computed, isinstance(fused, FusedWeights))
+            return self._in_tiles(
+                chain.modules, tensors, call, sizes, computed, isinstance(fused, FusedWeights), unpacked
+            )
         if isinstance(fused, RowWise):
             assert verdict.proof.graph is not None
             return fused_norm(x, fused, verdict.proof.graph.outputs[2][2], sizes)
@@ -364,7 +369,7 @@ class Installed(ForwardStandIn):
 
     def _in_tiles(
         self, modules: Sequence[nn.Module], tensors: Sequence[Tensor], call: Callable[[list[Tensor]], Any],
-        sizes: tuple[int, ...], computed: Mapping[str, Tensor], fused: bool,
+        sizes: tuple[int, ...], computed: Mapping[str, Tensor], fused: bool, unpacked: Weights | None = None,
     ) -> Any:  # fmt: skip
         """The generic operator; where :attr:`plainly` is set, that in its place."""
         computed_names = frozenset(computed)  # a closure over the tensors would keep them until the backward
@@ -381,9 +386,10 @@ class Installed(ForwardStandIn):
             return call_with_weights(ParameterSwap(modules), aliases, (call, list(tiles)))
 
         if self.plainly is not None:
-            plain = (lambda tiles, aliases: run(tiles, {**computed, **aliases})) if computed else run
+            replaced = computed if unpacked is None else {**computed, **unpacked()}
+            plain = (lambda tiles, aliases: run(tiles, {**replaced, **aliases})) if replaced else run
             return self.plainly(plain, tensors, sizes, fused)
-        return run_in_tiles(run, tensors, sizes, live_weights, computed)
+        return run_in_tiles(run, tensors, sizes, live_weights, computed, unpacked)
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def note_compiled(self) -> bool:
@@ -486,10 +492,11 @@ class TiledForward(Installed):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module, original, computed = self.module, self.original, NO_TENSORS
+        unpacked: Weights | None = None
         if not torch.compiler.is_compiling():
             self.refuse_copies()
             if hasattr(module, "parametrizations"):
-                module, original, computed = self._outside_parametrizations()
+                module, original, computed, unpacked = self._outside_parametrizations()
         if kwargs and not args:
             args, kwargs = by_position(original, kwargs)
         places = Places(args, kwargs)
@@ -510,9 +517,14 @@ class TiledForward(Installed):
         else:
             chain = Chain(((self.setting.name, module),))
         mode = mode_of(tensors, places.constants()) if places.whole else None
-        return self.run(chain, tensors, call, lambda: self.original(*args, **kwargs), mode=mode, computed=computed)
+        return self.run(
+            chain, tensors, call, lambda: self.original(*args, **kwargs), mode=mode, computed=computed,
+            unpacked=unpacked,
+        )  # fmt: skip
 
-    def _outside_parametrizations(self) -> tuple[nn.Module, Callable[..., Any], dict[str, Tensor]]:
+    def _outside_parametrizations(
+        self,
+    ) -> tuple[nn.Module, Callable[..., Any], dict[str, Tensor], Weights | None]:
         """A view of the module without its parametrisations, its forward, and the weights that they compute."""
         # PEFT's target_parameters adds the parametrisations for the length of a call; the recompute comes later.
         module = self.module
@@ -526,7 +538,14 @@ class TiledForward(Installed):
         originals = {name: parametrization.original for name, parametrization in module.parametrizations.items()}
         attributes[PARAMETERS] = {**parameters_of(module), **originals}
         forward = getattr(own_forward(module), "__func__", type(view).forward)
-        return view, partial(forward, view), {f"0.{name}": getattr(module, name) for name in originals}
+        # Saved with the inputs, dense weights of all layers would wait for the backward without a checkpoint.
+        packed = {f"0.{name}": by for name, by in module.parametrizations.items() if is_packed(by)}
+        computed = {f"0.{name}": getattr(module, name) for name in originals if f"0.{name}" not in packed}
+
+        def unpacked() -> dict[str, Tensor]:
+            return {name: parametrization() for name, parametrization in packed.items()}
+
+        return view, partial(forward, view), computed, unpacked if packed else None
 
     _view: nn.Module | None = None
     """The module as it is outside its parametrisations; the same at every call, as a proof rests on it."""

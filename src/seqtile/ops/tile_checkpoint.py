@@ -52,6 +52,7 @@ def run_in_tiles(
     sizes: Sequence[int],
     weights: Weights = dict,
     computed: Mapping[str, Tensor] = NO_TENSORS,
+    unpacked: Weights | None = None,
 ) -> Any:
     """Compute ``run(tensors, computed)`` one tile of rows at a time.
 
@@ -68,6 +69,8 @@ def run_in_tiles(
             They are asked for again at every tile, so that an engine may free and gather them in between.
         computed: weights by name that were computed for this call alone, as a parametrisation does. They are saved with
             the inputs, so a checkpoint around the layer computes them again, and each gets one gradient.
+        unpacked: computes frozen weights by name from packed ones. It is called once for all tiles of the forward and
+            once for all tiles of the backward, and its result is released in between.
 
     Returns:
         What ``run(tensors, computed)`` returns. Outputs shaped like the first input but for the last dimension keep its
@@ -97,8 +100,9 @@ def run_in_tiles(
         return run_compiled(run, tensors, cuts)
     live = weights() if torch.is_grad_enabled() else {}
     if not torch.is_grad_enabled() or not any(t.requires_grad for t in (*tensors, *computed.values(), *live.values())):
-        return _run_without_gradient(_without_state(run), tensors, cuts, computed=computed)
-    return _run_with_gradient(_without_state(run), tensors, cuts, weights, live, computed=computed)
+        replaced = computed if unpacked is None else {**computed, **unpacked()}
+        return _run_without_gradient(_without_state(run), tensors, cuts, computed=replaced)
+    return _run_with_gradient(_without_state(run), tensors, cuts, weights, live, computed=computed, unpacked=unpacked)
 
 
 def run_with_state(
@@ -171,6 +175,7 @@ def _run_with_gradient(
     begins: Collection[int] = (),
     computed: Mapping[str, Tensor] = NO_TENSORS,
     before_backward: Callable[[Sequence[Tensor]], None] | None = None,
+    unpacked: Weights | None = None,
 ) -> Any:
     rows = cuts.rows(tensors)  # [N, D_i] each; along a sequence [B, T, ...]
     trained = {name: weight for name, weight in live.items() if weight.requires_grad}
@@ -180,7 +185,7 @@ def _run_with_gradient(
     gradients = TileGradients(cuts, [(name, weight.dtype) for name, weight in trained.items()])
     saved: list[Tensor] = []
     token = _Save.apply(gradients, saved, len(rows), len(computed), *rows, *trained.values())  # type: ignore[no-untyped-call]
-    source = TileSource(cuts, token, rows, computed, saved, before_backward)
+    source = TileSource(cuts, token, rows, computed, saved, before_backward, unpacked)
     del trained, live, computed, token
     output = Outputs(cuts)
     anchor = rows[0].new_empty(0)
@@ -249,6 +254,7 @@ class TileSource:
     def __init__(
         self, cuts: Cuts, token: Tensor, rows: Sequence[Tensor], computed: Mapping[str, Tensor], saved: list[Tensor],
         before_backward: Callable[[Sequence[Tensor]], None] | None = None,
+        unpacked: Weights | None = None,
     ) -> None:  # fmt: skip
         self.cuts = cuts
         self._inputs, self._names = len(rows), tuple(computed)
@@ -259,17 +265,22 @@ class TileSource:
         self._saved = saved
         self._before_backward = before_backward
         self._pass = -1
+        self._unpack, self._unpacked = unpacked, NO_TENSORS
 
     def tiles(self, index: int) -> list[Tensor]:
         """The rows of one tile, outside any graph."""
         tiles = self.cuts.tiles(self._now()[: self._inputs], index)
-        if index == 0:  # the last one to run
+        if index == 0 and self.recomputes:  # the last one to run
             self._saved.clear()
+            self._unpacked = NO_TENSORS
         return tiles
 
     def computed(self) -> dict[str, Tensor]:
         """The weights that were computed for the call, outside any graph; asked for before the tile's rows."""
-        return dict(zip(self._names, self._now()[self._inputs :], strict=True)) if self._names else {}
+        if self._unpack is not None and not self._unpacked:
+            self._unpacked = self._unpack()
+        saved = dict(zip(self._names, self._now()[self._inputs :], strict=True)) if self._names else {}
+        return {**saved, **self._unpacked}
 
     def _now(self) -> list[Tensor]:
         if self._live is not None:
@@ -280,7 +291,7 @@ class TileSource:
     def end_forward(self) -> Tensor:
         """Release the live inputs, from here on they come from the saved ones, and of the last token; return it."""
         last, self.token = self.token, self.token.detach().requires_grad_()
-        self._live, self.recomputes = None, True
+        self._live, self._unpacked, self.recomputes = None, NO_TENSORS, True
         return last
 
     def unpack(self) -> None:

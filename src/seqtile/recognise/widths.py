@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from seqtile.engines.zero3 import whole_shape
+from seqtile.recognise.packed_experts import is_packed
 
 
 def linear_widths(module: Any) -> tuple[int, int] | None:
@@ -73,13 +74,23 @@ def _is_small(module: nn.Module) -> bool:
     return not any(True for _ in module.children()) and all(len(whole_shape(p)) <= 1 for p in module.parameters())
 
 
+def stacks_of(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Shapes of a module's own 3-D weights by name, those that bitsandbytes packs in 4 bits included."""
+    stacks = {name: tuple(whole_shape(weight)) for name, weight in module.named_parameters(recurse=False)}
+    for name, parametrization in getattr(module, "parametrizations", {}).items():
+        if is_packed(parametrization):
+            stacks[name] = tuple(parametrization[0].quant_state.shape)
+    return {name: shape for name, shape in stacks.items() if len(shape) == 3}
+
+
 def experts_widths(module: nn.Module) -> tuple[int, int] | None:
     """(hidden, intermediate of the experts a token visits) if the module holds routed experts as 3-D weights."""
-    stacks = [p for p in module.parameters(recurse=False) if len(whole_shape(p)) == 3]
-    if len(stacks) < 2 or whole_shape(stacks[0])[0] != whole_shape(stacks[-1])[0]:
+    stacks = stacks_of(module)
+    shapes = list(stacks.values())
+    if len(shapes) < 2 or shapes[0][0] != shapes[-1][0]:
         return None
-    down = whole_shape(getattr(module, "down_proj", stacks[-1]))
-    sides = set(whole_shape(stacks[0])[1:]) & set(down[1:])
+    down = stacks.get("down_proj", shapes[-1])
+    sides = set(shapes[0][1:]) & set(down[1:])
     config = getattr(module, "config", None)
     hidden = getattr(module, "hidden_dim", None) or getattr(module, "hidden_size", None)
     hidden = hidden or getattr(config, "hidden_size", None) or (min(sides) if sides else down[1])
