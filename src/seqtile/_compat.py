@@ -640,9 +640,24 @@ def refuses_adapter(config: Any, model_type: str, name: str) -> bool:
     return False
 
 
+def drop_expert_targets(config: Any, model: Any) -> None:
+    """Take out of a LoRA configuration what PEFT would turn into adapters on experts that are 3-D parameters.
+
+    PEFT turns names of linear layers (``"all-linear"``, ``"down_proj"``) into parameters of the experts where these had
+    linear layers in Transformers 4, when it adds the adapters; what is left of the names it then leaves as it is.
+    """
+    patterns = dict(config.rank_pattern), dict(config.alpha_pattern)
+    module = importlib.import_module("peft.utils.transformers_weight_conversion")
+    module.convert_peft_config_for_transformers(config, model=model, conversions=None)
+    config.target_parameters = None
+    config.rank_pattern, config.alpha_pattern = patterns
+
+
 # ---- TRL ----
 
-OVERRIDDEN = frozenset({"_get_grad_norm", "_save", "_save_checkpoint", "_get_output_dir", "_prepare_dataset"})
+OVERRIDDEN = frozenset(
+    {"_get_grad_norm", "_save", "_save_checkpoint", "_get_output_dir", "_prepare_dataset", "_load_from_checkpoint"}
+)
 """Private methods of the trainer that :class:`seqtile.train.trainer.Trainer` overrides or calls."""
 
 _FUSED_HEAD = ("original_forward", "temperature", "cast_lm_head_to_fp32", "outputs")

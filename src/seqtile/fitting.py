@@ -41,6 +41,7 @@ from seqtile.planner.names import STATE_BYTES
 from seqtile.planner.phases import causal_model
 from seqtile.planner.request import Request, refuse_encoder
 from seqtile.planner.step_config import PLANNED, Lora
+from seqtile.recognise.packed_experts import packed_experts
 
 logger = first_rank_logger(__name__)
 
@@ -255,7 +256,8 @@ def describe(
     model_name = str(getattr(config, "name_or_path", "") or type(causal).__name__)
     refuse_encoder(config, model_name, "fit is for")
     parameters = [*model.parameters()]
-    four_bit = any(type(weight).__name__ == "Params4bit" for weight in parameters)
+    experts_packed = bool(packed_experts(model))
+    four_bit = experts_packed or any(type(weight).__name__ == "Params4bit" for weight in parameters)
     if getattr(causal, "is_quantized", False) and not four_bit:
         raise UserError("fit supports no other quantized weights than bitsandbytes' 4-bit ones; use seqtile.apply")
     adapters, notes = (find_adapters(model) if lora is None else _adapters_to_come(lora)), list[str]()
@@ -294,7 +296,8 @@ def describe(
             )
     request = Request(
         model=model_name, config=config, device=planned_device, gpus=processes, nodes=max(1, processes // on_this_host),
-        engine=engine, sp_size=sp_size, cp_size=cp_size, lora=adapters, qlora=four_bit, optimizer=optimizer,
+        engine=engine, sp_size=sp_size, cp_size=cp_size, lora=adapters, qlora=four_bit, experts_packed=experts_packed,
+        optimizer=optimizer,
         options=planned_options(options), batch=batch_size, scans="installed",
         precision=precision, attention=planned_attention(attention_kind(config) or "sdpa"), device_type=planned_type,
         host_memory=None if planned_type == "cpu" else available_host_bytes() or None,

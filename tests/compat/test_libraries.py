@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from importlib import import_module
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -133,6 +134,42 @@ def test_what_peft_refuses() -> None:
     assert _compat.refuses_adapter(config, "mamba2", "out_proj")
     assert not _compat.refuses_adapter(config, "mamba2", "in_proj")
     assert not _compat.refuses_adapter(config, "llama", "out_proj")
+
+
+def test_names_that_peft_turns_into_adapters_on_experts() -> None:
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    sizes = dict(hidden_size=32, moe_intermediate_size=24, num_experts=3, num_hidden_layers=1, num_attention_heads=2)
+    model = transformers.Qwen3MoeForCausalLM(
+        transformers.Qwen3MoeConfig(**sizes, num_key_value_heads=1, head_dim=20, vocab_size=72)
+    )
+    for targets in ("all-linear", ["q_proj", "gate_proj", "up_proj", "down_proj"]):
+        config = peft.LoraConfig(r=2, target_modules=targets)
+        _compat.drop_expert_targets(config, model)
+        adapted = peft.get_peft_model(copy.deepcopy(model), config)
+        with_adapters = {name.split(".")[-4] for name, _ in adapted.named_parameters() if "lora_A" in name}
+        assert "q_proj" in with_adapters and all(name.endswith("_proj") for name in with_adapters)
+
+
+def test_peft_fails_on_packed_experts() -> None:
+    """If it does not, experts in 4 bits can have adapters: see ``seqtile.install.adapters.lora_config``."""
+    peft = pytest.importorskip("peft", "0.20")
+    packing = pytest.importorskip("bitsandbytes.nn.parametrize")
+
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Parameter(torch.randn(3, 64, 32))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ self.up[0].T
+
+    model = nn.Sequential(Experts())
+    packing.replace_parameter_4bit(model[0], "up")
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=[], target_parameters=["0.up"]))
+    with pytest.warns(UserWarning, match="Could not find any LoRA parametrization"):
+        adapted(torch.randn(5, 32))
+    with pytest.raises(RuntimeError, match="floating point"):
+        adapted(torch.randn(5, 32))
 
 
 # ---- TRL ----

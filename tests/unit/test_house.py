@@ -152,7 +152,10 @@ def prints(root: Path) -> list[str]:
 
 
 PRIVATE = re.compile(r"_[A-Za-z]\w*")
-PUBLIC = {"_exit", "_getframe", "_fields", "_replace", "_asdict", "_make"}
+PUBLIC = {
+    "_exit", "_getframe", "_fields", "_replace", "_asdict", "_make",
+    "_process_model_before_weight_loading", "_process_model_after_weight_loading",  # Transformers' quantizers
+}  # fmt: skip
 """Names that only look private: their owners document them."""
 
 

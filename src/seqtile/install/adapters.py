@@ -9,8 +9,9 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from seqtile._compat import refuses_adapter
+from seqtile._compat import drop_expert_targets, refuses_adapter
 from seqtile.recognise.decoder_layers import decoder_layers
+from seqtile.recognise.packed_experts import packable_experts, packed_experts
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -21,8 +22,9 @@ _MAMBA_2 = "mamba2"
 
 
 def lora_config(
-    model: nn.Module, *, r: int, alpha: float | None, dropout: float, target_modules: str | Sequence[str]
-) -> LoraConfig:
+    model: nn.Module, *, r: int, alpha: float | None, dropout: float, target_modules: str | Sequence[str],
+    packs_experts: bool = False,
+) -> LoraConfig:  # fmt: skip
     """PEFT's configuration of low-rank adapters for ``model``.
 
     With ``"all-linear"`` two kinds of layers are left out. The fused kernel of Mamba-2 takes the weight of ``out_proj``
@@ -30,12 +32,17 @@ def lora_config(
     inherits from ``nn.Linear`` returns scores and choices, to which PEFT cannot add. Layers that are given by name are
     PEFT's to refuse.
 
+    Experts in 4 bits get no adapters, under any name. In a model with two adapted weights per layer PEFT 0.21 reads one
+    of them from a cache without its adapter, and its second call fails: it does not take its own parametrization off
+    one that was there before (``ParamWrapper._remove_parametrizations``).
+
     Args:
         model: without adapters; its weights may be on the meta device.
         r: rank.
         alpha: scale; None is twice the rank.
         dropout: of the adapters' inputs.
         target_modules: which layers get one, as PEFT takes them.
+        packs_experts: whether the experts will be in 4 bits; if they are already, this makes no difference.
     """
     from peft import LoraConfig
 
@@ -48,19 +55,32 @@ def lora_config(
     )
     if target_modules == ALL_LINEAR:
         config.exclude_modules = sorted({*_refused_by_peft(model, config), *_not_linear(model)}) or None
+    if _has_packed_experts(model, packs_experts):
+        drop_expert_targets(config, model)
     return config
 
 
-def without_adapters(model: nn.Module, config: LoraConfig | None) -> str | None:
+def without_adapters(model: nn.Module, config: LoraConfig | None, packs_experts: bool = False) -> str | None:
     """One sentence on the layers that :func:`lora_config` left out, None where every one got its adapters."""
-    if config is None or not config.exclude_modules:
+    if config is None:
         return None
+    left_out = []
+    if _has_packed_experts(model, packs_experts):
+        left_out.append("no adapters on the experts: PEFT cannot add them to 4-bit experts")
+    if not config.exclude_modules:
+        return "; ".join(left_out) or None
     routers = _not_linear(model)
     reasons = {
         "PEFT rejects them, because Mamba's fused kernel would bypass them": {*config.exclude_modules} - routers,
         "their class inherits from nn.Linear but computes something else": {*config.exclude_modules} & routers,
     }
-    return "; ".join(f"no adapters on {', '.join(sorted(names))}: {why}" for why, names in reasons.items() if names)
+    left_out += [f"no adapters on {', '.join(sorted(names))}: {why}" for why, names in reasons.items() if names]
+    return "; ".join(left_out)
+
+
+def _has_packed_experts(model: nn.Module, packs_experts: bool) -> bool:
+    """Whether ``model`` has experts in 4 bits, or will have some."""
+    return bool(packed_experts(model) or (packs_experts and packable_experts(model)))
 
 
 def _not_linear(model: nn.Module) -> set[str]:

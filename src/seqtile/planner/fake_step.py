@@ -163,13 +163,14 @@ def _add_lora(model: Any, setup: Setup, device: str) -> tuple[Any, list[str]]:
     with torch.device(device), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         adapters = lora_config(
-            model, r=lora.r, alpha=lora.alpha, dropout=lora.dropout, target_modules=lora.target_modules
-        )
+            model, r=lora.r, alpha=lora.alpha, dropout=lora.dropout, target_modules=lora.target_modules,
+            packs_experts=setup.packs_experts,
+        )  # fmt: skip
         try:
             adapted = get_peft_model(model, adapters)
         except ValueError as error:
             raise UserError(f"cannot add the adapters: {str(error).splitlines()[0]}") from None
-    left_out = without_adapters(model, adapters)
+    left_out = without_adapters(model, adapters, setup.packs_experts)
     return adapted, [] if left_out is None else [left_out]
 
 

@@ -23,7 +23,7 @@ from seqtile.planner.layer_structure import Counts
 from seqtile.planner.live_at_peaks import CHECKPOINTS, GRADIENTS, KEPT, OPTIMIZER, WEIGHTS
 from seqtile.planner.phases import OPTIMIZER_STEP, Phase
 from seqtile.planner.request import Request
-from seqtile.planner.sharding_terms import CONSTANTS, NF4_BYTES
+from seqtile.planner.sharding_terms import CONSTANTS, NF4_BYTES, packed_weights
 from seqtile.planner.step_config import Rollouts, Setup
 from seqtile.planner.step_kind import StepKind, Terms
 
@@ -84,7 +84,7 @@ def row_cache(request: Request, counts: Counts, tokens: int) -> float:
 def generator_weights(request: Request, counts: Counts) -> float:
     """Weights of a separate inference engine: the whole model in bf16, or in 4 bits where the policy is."""
     adapters = counts.trained if request.lora is not None else 0
-    packed = counts.matrices - adapters if request.qlora else 0
+    packed = packed_weights(request, counts)
     size = 4.0 if request.precision == "float32" else 2.0
     return size * (counts.weights - adapters - packed) + NF4_BYTES * packed
 

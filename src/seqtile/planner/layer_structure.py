@@ -9,12 +9,14 @@ from typing import Any
 
 from torch import nn
 from transformers import PretrainedConfig
+from transformers.pytorch_utils import Conv1D
 
 from seqtile._errors import UserError
 from seqtile.checkpointing.keep_attention import largest_of_layers
 from seqtile.planner.model_shapes import is_masked_lm
 from seqtile.planner.phases import Phase
 from seqtile.recognise.decoder_layers import DecoderLayer, decoder_layers
+from seqtile.recognise.packed_experts import packable_experts, whole_experts
 
 
 @dataclass(frozen=True)
@@ -189,10 +191,15 @@ class Counts:
     Attributes:
         weights: all parameters, tied ones once.
         trained: those that train.
-        matrices: weights of linear layers and experts inside decoder layers, which 4-bit loading packs.
+        matrices: weights of at least two dimensions inside decoder layers, adapters included.
+        linears: frozen weights of linear layers inside decoder layers, which 4-bit loading packs.
+        experts: frozen weights of experts, which it packs too where bitsandbytes can.
+        large_experts: those that bitsandbytes cannot pack.
         active: weights that one token is multiplied by, head included: an expert counts by its share of the tokens.
         layer: the largest decoder layer.
         largest: the largest matrix of a decoder layer.
+        largest_linear: the largest of ``linears``.
+        layer_experts: those of ``experts`` that a layer has, the most of any layer.
         largest_product: weights of the last product of a decoder layer, the down projection of a dense MLP.
         root: everything outside the decoder layers.
         layers, hidden, vocabulary: of the model.
@@ -204,9 +211,14 @@ class Counts:
     weights: int
     trained: int
     matrices: int
+    linears: int
+    experts: int
+    large_experts: int
     active: int
     layer: int
     largest: int
+    largest_linear: int
+    layer_experts: int
     largest_product: int
     root: int
     layers: int
@@ -227,7 +239,7 @@ def count_layers(depths: Depths, counts: Sequence[Counts]) -> Counts:
             (depths.kinds.count(layer_kind) - 2) * (getattr(more_layers, name) - getattr(ends, name))
             for layer_kind, more_layers in enumerate(longer)
         )
-        for name in ("weights", "trained", "matrices", "active", "attentions")
+        for name in ("weights", "trained", "matrices", "linears", "experts", "large_experts", "active", "attentions")
     })  # fmt: skip
 
 
@@ -238,6 +250,18 @@ def count_weights(config: Any, model: nn.Module) -> Counts:
     layers = [model.get_submodule(layer.name) for layer in decoder]
     in_layers = {id(weight) for layer in layers for weight in layer.parameters()}
     matrices = [weight for layer in layers for weight in layer.parameters() if weight.dim() >= 2]
+    linears: set[nn.Parameter] = {
+        module.weight
+        for layer in layers
+        for module in layer.modules()
+        if type(module) in (nn.Linear, Conv1D) and isinstance(module.weight, nn.Parameter)
+    }
+    frozen_linears = [weight.numel() for weight in linears if not weight.requires_grad]
+    frozen_experts = [
+        sum(weight.numel() for weight in packable_experts(layer).values() if not weight.requires_grad)
+        for layer in layers
+    ]
+    frozen = [w for layer in layers for w in whole_experts(layer).values() if not w.requires_grad]
     experts = experts_of(text) or 1
     routed = (largest_of_layers(text, "num_experts_per_tok") or experts) / experts
     active = sum(int(weight.numel() * (routed if weight.dim() == 3 else 1)) for weight in matrices)
@@ -248,6 +272,11 @@ def count_weights(config: Any, model: nn.Module) -> Counts:
         weights=sum(weight.numel() for weight in model.parameters()),
         trained=sum(weight.numel() for weight in model.parameters() if weight.requires_grad),
         matrices=sum(weight.numel() for weight in matrices),
+        linears=sum(frozen_linears),
+        experts=sum(frozen_experts),
+        large_experts=sum(weight.numel() for weight in frozen) - sum(frozen_experts),
+        largest_linear=max(frozen_linears, default=0),
+        layer_experts=max(frozen_experts),
         active=active + (head.weight.numel() if head is not None else 0),
         layer=max(sum(weight.numel() for weight in layer.parameters()) for layer in layers),
         largest_product=hidden * int(largest_of_layers(text, "intermediate_size") or 4 * hidden),

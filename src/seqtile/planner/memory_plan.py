@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from seqtile._errors import UserError
 from seqtile.engines.sequence_parallel import refuse_split_states, why_no_ring
@@ -42,6 +42,7 @@ from seqtile.planner.step_config import Built, Setup
 from seqtile.planner.techniques import can_stream
 from seqtile.planner.tile_choice import head_tile, kept_share, largest_tile, resolve_tiles
 from seqtile.recognise.decoder_layers import states_of
+from seqtile.recognise.packed_experts import TOO_LARGE, quantization_of, why_experts_stay_whole
 
 MODEL_ERROR = 0.01
 """Largest error of the counted bytes, as measured on the CPU (docs/planning.md)."""
@@ -177,7 +178,7 @@ class Planner:
                 (f"the {name} tower's weights are included, its activations are not; its tokens are part of the length")
                 for name in silent_towers
             ),
-            *_checkpoint_notes(request.config, request.qlora),
+            *_checkpoint_notes(request, self.counts),
             *([streaming] if streaming else []),
         ]
 
@@ -573,12 +574,17 @@ def longest_by_split(planner: Planner) -> dict[int, int]:
     return lengths
 
 
-def _checkpoint_notes(config: Any, qlora: bool) -> list[str]:
-    """A note on quantized checkpoints."""
-    quantised = getattr(config, "quantization_config", None)
-    if not quantised or qlora:
+def _checkpoint_notes(request: Request, counts: Counts) -> list[str]:
+    """Notes on quantized checkpoints, and on experts that 4-bit loading leaves whole."""
+    method = quantization_of(request.config)
+    if request.qlora and method not in ("", "bitsandbytes"):
+        return [f"the checkpoint is quantized ({method}), which --qlora does not load; the plan is of a 16-bit copy"]
+    if request.qlora:
+        whole = counts.large_experts + (0 if request.packs_experts else counts.experts)
+        why = TOO_LARGE if request.packs_experts else why_experts_stay_whole(request.config) or "they are loaded whole"
+        return [f"{whole / 1e9:,.1f}B weights of experts are not in 4 bits: {why}"] if whole else []
+    if not method:
         return []
-    method = quantised.get("quant_method") if isinstance(quantised, dict) else getattr(quantised, "quant_method", None)
     return [
         f"the checkpoint is quantized ({method}); weights are counted in 16 bits, as training needs them "
         "(quantization_config: {dequantize: true})"

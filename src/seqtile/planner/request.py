@@ -15,6 +15,7 @@ from seqtile.planner.model_shapes import is_masked_lm, max_positions
 from seqtile.planner.names import check_names
 from seqtile.planner.rope_scaling import lift
 from seqtile.planner.step_config import PLANNED, Grpo, Lora, Pictures, Rollouts, Setup
+from seqtile.recognise.packed_experts import why_experts_stay_whole
 from seqtile.rules import SHARDED, Combination, ModelFacts, check_combination
 
 
@@ -36,6 +37,7 @@ class Request:
         cp_size: ranks that share one sequence (ring attention over FSDP2, with PyTorch's own attention kernel).
         lora: adapters on a frozen model.
         qlora: the frozen model in 4 bits.
+        experts_packed: whether its experts are too; None is as :func:`seqtile.train.load.load_model` loads them.
         optimizer: one of :data:`seqtile.planner.names.STATE_BYTES`.
         engine_offload: what the engine keeps on the host, of :data:`seqtile.planner.names.ENGINE_OFFLOADS`.
         attention: one of :data:`seqtile.planner.names.ATTENTIONS`.
@@ -66,6 +68,7 @@ class Request:
     cp_size: int = 1
     lora: Lora | None = None
     qlora: bool = False
+    experts_packed: bool | None = None
     optimizer: str = "adamw"
     engine_offload: tuple[str, ...] = ()
     attention: str = "flash"
@@ -120,6 +123,12 @@ class Request:
             return None
         return Rollouts(self.batch * self.accumulation, self.grpo.numbers, self.grpo.reference)
 
+    @property
+    def packs_experts(self) -> bool:
+        """Whether the experts are in 4 bits."""
+        packed = self.experts_packed
+        return self.qlora and (not why_experts_stay_whole(self.config) if packed is None else packed)
+
     def setup(self) -> Setup:
         """How one rank runs the step; with sharded weights, on the bf16 copies that the engine gathers."""
         frozen = self.lora is not None
@@ -130,6 +139,7 @@ class Request:
             autocast=self.precision == "mixed" and (frozen or not self.sharded),
             options=replace(self.options, offload=False, loss_tile=PLANNED.loss_tile),
             lora=self.lora,
+            packs_experts=self.packs_experts,
             optimizer=self.optimizer,
             attention=self.attention if self.attention in ("sdpa", "eager") else "flash",
             batch=self.batch,

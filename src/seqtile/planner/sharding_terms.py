@@ -111,10 +111,11 @@ def on_device(request: Request, counts: Counts, terms: Mapping[str, float], phas
         # The reducer's buckets are a second copy of every gradient, there from the start.
         device_terms[BUFFERS] = counts.trained * (4.0 if request.setup().dtype.itemsize == 4 or request.lora else 2.0)
     if request.qlora:
-        device_terms[WEIGHTS] = device_terms.get(WEIGHTS, 0.0) - counts.matrices * (2 - NF4_BYTES)
-        device_terms[BUFFERS] = (
-            device_terms.get(BUFFERS, 0.0) + 2.0 * counts.largest
-        )  # the matrix that is multiplied, in bf16
+        size = request.setup().dtype.itemsize
+        device_terms[WEIGHTS] = device_terms.get(WEIGHTS, 0.0) - packed_weights(request, counts) * (size - NF4_BYTES)
+        # What is multiplied is dense: a linear layer, or all experts of a layer.
+        dense = max(counts.largest_linear, counts.layer_experts if request.packs_experts else 0)
+        device_terms[BUFFERS] = device_terms.get(BUFFERS, 0.0) + size * dense
     if request.options.weights_on_host:
         frozen = frozen_bytes(request, counts)
         device_terms[WEIGHTS] = device_terms.get(WEIGHTS, 0.0) - frozen
@@ -134,16 +135,19 @@ def on_device(request: Request, counts: Counts, terms: Mapping[str, float], phas
 
 def frozen_bytes(request: Request, counts: Counts) -> float:
     """Bytes of the decoder layers' frozen matrices, those of ``offload="weights"``: 4-bit ones without their scales."""
-    return _frozen_size(request) * (counts.matrices - counts.trained)
+    packed = packed_weights(request, counts)
+    return 0.5 * packed + float(request.setup().dtype.itemsize) * (counts.matrices - counts.trained - packed)
+
+
+def packed_weights(request: Request, counts: Counts) -> int:
+    """Frozen weights in 4 bits, in elements."""
+    return (counts.linears + counts.experts * request.packs_experts) if request.qlora else 0
 
 
 def _largest_layer(request: Request, counts: Counts) -> float:
     """The same of the largest decoder layer."""
-    return _frozen_size(request) * (counts.layer - counts.trained / counts.layers)
-
-
-def _frozen_size(request: Request) -> float:
-    return 0.5 if request.qlora else float(request.setup().dtype.itemsize)
+    average_size = frozen_bytes(request, counts) / (counts.matrices - counts.trained)
+    return average_size * (counts.layer - counts.trained / counts.layers)
 
 
 def _ulysses(request: Request, counts: Counts, tokens: float, phase: Phase) -> float:

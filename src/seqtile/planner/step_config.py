@@ -110,6 +110,7 @@ class Setup:
         options: of :func:`seqtile.apply`; ``checkpoint`` is non-reentrant, and None is no checkpointing.
             Resolved for a length (:func:`seqtile.planner.tile_choice.resolve_tiles`), its tiles are numbers of tokens.
         lora: adapters on a frozen model; None trains every weight.
+        packs_experts: whether the frozen model's experts are in 4 bits, and have no adapters.
         optimizer: one of :data:`OPTIMIZERS`.
         attention: ``"flash"``, the shapes of FlashAttention, or Transformers' name of an attention function.
         batch: rows.
@@ -125,6 +126,7 @@ class Setup:
     autocast: bool = False
     options: TilingOptions = PLANNED
     lora: Lora | None = None
+    packs_experts: bool = False
     optimizer: str = "adamw"
     attention: str = "sdpa"
     batch: int = 1

@@ -16,12 +16,20 @@ from seqtile._log import first_rank_logger
 from seqtile.checkpointing.reentrant import shares_keys
 from seqtile.devices import device_type
 from seqtile.engines.sequence_parallel import refuse_split_states, why_no_ring
+from seqtile.planner.layer_structure import experts_of
 from seqtile.planner.model_shapes import max_positions as max_positions
 from seqtile.planner.model_shapes import towers_of
 from seqtile.planner.phases import causal_model as causal_model
 from seqtile.planner.rope_scaling import lift, scale_positions
 from seqtile.recognise.decoder_layers import states_of
 from seqtile.recognise.known_code import is_known
+from seqtile.recognise.packed_experts import (
+    TOO_LARGE,
+    packed_experts,
+    quantization_of,
+    whole_experts,
+    why_experts_stay_whole,
+)
 from seqtile.rules import ModelFacts, check_combination
 from seqtile.train import demo
 from seqtile.train.check_early import existing_model
@@ -62,8 +70,38 @@ def load_model(recipe: Recipe) -> tuple[PreTrainedModel, PreTrainedTokenizerBase
     tokenizer = tokenizer_of(recipe)
     if recipe.sp_size > 1:  # Ulysses replaces one attention by name: the model must have been loaded with that one
         kwargs = {"attn_implementation": recipe.attn_implementation, **kwargs}
-    kwargs = {"config": config, "dtype": weights_dtype(recipe), **kwargs}
-    return _load_weights(path, recipe, **kwargs), tokenizer
+    kwargs = {"config": config, "dtype": weights_dtype(recipe), **_with_experts(kwargs, config, recipe)}
+    model = _load_weights(path, recipe, **kwargs)
+    if packed := packed_experts(model):
+        logger.info("experts: %d weights are in 4 bits (bitsandbytes)", len(packed))
+        if whole := whole_experts(model):
+            logger.warning("experts: %d weights are not in 4 bits: %s", len(whole), TOO_LARGE)
+    return model, tokenizer
+
+
+def _with_experts(kwargs: dict[str, Any], config: Any, recipe: Recipe) -> dict[str, Any]:
+    """``kwargs`` with a configuration that packs experts too, where 4-bit weights are requested for a model of experts.
+
+    Raises:
+        UserError: the weights are quantized already, by another library.
+    """
+    requested = kwargs.get("quantization_config")
+    if not isinstance(requested, dict) or not requested.get("load_in_4bit"):
+        return kwargs
+    method = quantization_of(config)
+    if method and method != "bitsandbytes":
+        raise UserError(
+            f"the weights of {recipe.model!r} are quantized already ({method}), and 4-bit loading (qlora) needs 16-bit "
+            "ones; use a 16-bit copy of the model"
+        )
+    if not experts_of(config.get_text_config()):
+        return kwargs
+    if why := why_experts_stay_whole(config):
+        logger.warning("experts are not in 4 bits: %s", why)
+        return kwargs
+    from seqtile.train.four_bit_experts import WithExperts
+
+    return {**kwargs, "quantization_config": WithExperts(**requested)}
 
 
 def tokenizer_of(recipe: Recipe) -> PreTrainedTokenizerBase:

@@ -341,6 +341,15 @@ class Trainer(SFTTrainer, _SplitLoss):
             scheduler.last_epoch -= 1
             scheduler.step()
 
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        # PEFT loads adapters as new parameters in fp32; with 4-bit weights TRL trains bf16 ones, with bf16 states.
+        module = cast("torch.nn.Module", self.model)
+        dtypes = {name: weight.dtype for name, weight in module.named_parameters() if weight.requires_grad}
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        for name, weight in module.named_parameters():
+            if weight.dtype != (dtype := dtypes.get(name, weight.dtype)):
+                weight.data = weight.data.to(dtype)
+
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         step = self.state.global_step
         if step == self._saved_step:
