@@ -347,7 +347,7 @@ def build(auto: Any, config: PreTrainedConfig) -> nn.Module:
         for parameter in model.parameters():
             if not parameter.is_floating_point():
                 continue
-            noise = torch.randn(parameter.shape, generator=draw)
+            noise = torch.randn(parameter.shape, generator=draw, device="cpu").to(parameter.device)
             if parameter.dim() > 1:
                 parameter.copy_(noise / HIDDEN**0.5)
             else:

@@ -1,4 +1,8 @@
-"""An attention kernel that, like cuDNN's, computes its log-sum-exp only where a backward is expected.
+"""An attention kernel with two habits of cuDNN's.
+
+It computes its log-sum-exp only where a backward is expected. And its backward is planned once for queries of a shape
+and strides: it reads each later output gradient with the strides of the first, as PyTorch's cache of plans does
+(https://github.com/pytorch/pytorch/blob/v2.11.0/aten/src/ATen/native/cudnn/MHA.cpp).
 
 PyTorch's memory-efficient operator has no kernel for the CPU; here it gets one of plain products. Its autograd formula
 is PyTorch's own. ``attn_implementation="stand_in"`` calls it as SDPA does:
@@ -18,6 +22,9 @@ GARBAGE = float("nan")
 
 requests: list[bool] = []
 """Whether each call so far asked for a log-sum-exp."""
+
+plans: dict[Any, tuple[int, ...]] = {}
+"""Strides of the output gradient by shape and strides of the queries."""
 
 
 def _scores(query: Tensor, key: Tensor, is_causal: bool, scale: float | None) -> Tensor:
@@ -44,6 +51,8 @@ def _backward(
     logsumexp: Tensor, seed: Tensor, offset: Tensor, dropout_p: float, grad_input_mask: Any, is_causal: bool = False,
     *, scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+    strides = plans.setdefault((query.shape, query.stride()), grad_out.stride())
+    grad_out = grad_out.as_strided(grad_out.shape, strides)
     factor = query.shape[-1] ** -0.5 if scale is None else scale
     weights = torch.exp(_scores(query, key, is_causal, scale) - logsumexp[..., None])
     grad_scores = weights * (grad_out @ value.transpose(-1, -2) - (grad_out * out).sum(-1, keepdim=True))

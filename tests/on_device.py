@@ -62,8 +62,9 @@ class Outcome:
 def run_part(name: str, arguments: Sequence[str], device: str, seconds: float, folder: Path) -> Outcome:
     """One part in a process of its own."""
     options = ["-q", "--tb=short", "-p", "no:cacheprovider", f"--device={device}", "-m", "device or gpu"]
-    # pyproject.toml has options of plugins that a bare machine lacks: there they are a warning, not an error.
-    options += ["-W", "ignore::pytest.PytestConfigWarning"]
+    # pyproject.toml has options of plugins that a bare machine lacks: there they are a warning, not an error. And torch
+    # may deprecate what it imports itself in torch.compile, where an error makes kernels run eagerly.
+    options += ["-W", "ignore::pytest.PytestConfigWarning", "-W", "ignore::DeprecationWarning"]
     options += ["-o", "addopts=-ra --strict-markers --import-mode=importlib"]
     output = folder / f"{name.replace(', ', '-').replace(' ', '-')}.txt"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS.parent / "src"), *sys.path[1:]])}

@@ -162,7 +162,8 @@ def picture_and_text(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     place = torch.arange(ids.shape[1])
     height, width = place.clone(), place.clone()
     height[2:6], width[2:6] = torch.tensor([2, 2, 3, 3]), torch.tensor([2, 3, 2, 3])
-    pixels = torch.randn(16, 3 * 2 * 4 * 4, generator=torch.Generator().manual_seed(2)).to(dtype)
+    generator = torch.Generator().manual_seed(2)
+    pixels = torch.randn(16, 3 * 2 * 4 * 4, generator=generator, device="cpu").to(ids.device, dtype)
     return {
         "input_ids": ids,
         "labels": ids,

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import second_device
 import seqtile
@@ -93,16 +94,25 @@ def test_scores_of_tokens(device: torch.device) -> None:
     generator = torch.Generator().manual_seed(2)
     hidden, weight = (torch.randn(n, 16, generator=generator) for n in (50, 97))
     targets = torch.randint(0, 97, (50,), generator=generator)
-    runs = []
-    for where in (torch.device("cpu"), device):
-        x, w = (placed(nn.ParameterList([tensor]), where)[0] for tensor in (hidden, weight))
-        scores = seqtile.token_logprobs(x, w, targets.to(where), tile=16, entropy=True)
-        (scores.log_probs.sum() + scores.entropy.sum()).backward()
-        loss = seqtile.linear_cross_entropy(x, w, targets.to(where), tile=16)
-        loss.backward()
-        results = {"log_probs": scores.log_probs, "entropy": scores.entropy, "loss": loss, "x": x.grad, "w": w.grad}
-        runs.append({name: value.detach().cpu() for name, value in results.items()})
-    torch.testing.assert_close(runs[1], runs[0])
+
+    def scored(tiled: bool, where: torch.device, dtype: torch.dtype) -> dict[str, Tensor | None]:
+        x, w = (placed(nn.ParameterList([tensor.to(dtype)]), where)[0] for tensor in (hidden, weight))
+        labels = targets.to(where)
+        if tiled:
+            scores = seqtile.token_logprobs(x, w, labels, tile=16, entropy=True)
+            log_probs, entropy = scores.log_probs, scores.entropy
+            loss = seqtile.linear_cross_entropy(x, w, labels, tile=16)
+        else:
+            all_log_probs = F.linear(x, w).log_softmax(-1)
+            log_probs = all_log_probs.gather(-1, labels[:, None])[:, 0]
+            entropy = -(all_log_probs.exp() * all_log_probs).sum(-1)
+            loss = F.cross_entropy(F.linear(x, w), labels)
+        (log_probs.sum() + entropy.sum() + loss).backward()
+        results = {"log_probs": log_probs, "entropy": entropy, "loss": loss, "x": x.grad, "w": w.grad}
+        return {name: value.detach().cpu() for name, value in results.items()}
+
+    truth = scored(False, torch.device("cpu"), torch.float64)
+    assert_all_no_worse(scored(True, device, torch.float32), scored(False, device, torch.float32), truth)
 
 
 @pytest.mark.parametrize("restores_generator", [True, False])

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import attention_stand_in
 import seqtile
@@ -51,6 +53,7 @@ def step(model: nn.Module, kernel: SDPBackend | None = None, autocast: bool = Fa
 @pytest.fixture(params=[False, True], ids=["asked by its argument", "looks at gradient mode"])
 def stand_in(request: pytest.FixtureRequest) -> Iterator[None]:
     attention_stand_in.register()
+    attention_stand_in.plans.clear()
     attention_stand_in.look_at_gradients(request.param)
     yield
     attention_stand_in.look_at_gradients(False)
@@ -81,6 +84,18 @@ def test_a_log_sum_exp_where_projections_run_as_modules(stand_in: None) -> None:
         if name.endswith("q_proj"):
             module.register_forward_hook(lambda *_: None)
     seqtile.apply(model, blocks="none", heads=1)
+    assert_same_gradients(step(model), expected)
+
+
+def test_output_gradients_have_the_strides_of_a_plan(stand_in: None) -> None:
+    """The projections run in the operator first, then as modules: the kernel's plan is the same."""
+    expected = gradients(model_with("sdpa"), tokens(2, LENGTH))[1]
+    model = model_with("stand_in")
+    seqtile.apply(model, blocks="none", heads=1)
+    assert_same_gradients(step(model), expected)
+    for name, module in model.named_modules():
+        if name.endswith("q_proj"):
+            module.register_forward_hook(lambda *_: None)
     assert_same_gradients(step(model), expected)
 
 
@@ -128,6 +143,28 @@ def test_kernels_that_are_chosen_around_the_forward_alone(how: str, inside: str)
         assert_same_gradients(got, expected)
         groups = 2 if SETTINGS[how].get("heads") == 1 else 1
         assert calls.forward == (2 * groups if inside == "flash" else 0)
+
+
+@pytest.mark.parametrize("how", SETTINGS)
+def test_an_order_that_the_first_call_sets(how: str) -> None:
+    """On Hopper PyTorch puts cuDNN first at the first call of a process: the backward keeps that order."""
+    before, orders = torch._C._get_sdp_priority_order(), list[list[int]]()
+
+    def first_call_sets_order(*args: Any, **kwargs: Any) -> Any:
+        if not orders:
+            torch._C._set_sdp_priority_order(before[::-1])
+        orders.append(torch._C._get_sdp_priority_order())
+        return sdpa_attention_forward(*args, **kwargs)
+
+    AttentionInterface.register("sets_order", first_call_sets_order)
+    expected = gradients(model_with("sdpa"), tokens(2, LENGTH))[1]
+    model = model_with("sets_order")
+    seqtile.apply(model, **{"blocks": "none", **SETTINGS[how]})
+    try:
+        assert_same_gradients(step(model), expected)
+    finally:
+        torch._C._set_sdp_priority_order(before)
+    assert len(orders) >= 4 and all(order == before[::-1] for order in orders)
 
 
 def chosen() -> list[SDPBackend]:

@@ -58,7 +58,7 @@ def test_exact(architecture: str) -> None:
     expected = step(checkpointed(architecture))
     model = causal_lm(architecture, use_cache=False)
     report = seqtile.apply(model, blocks="none", offload=True)
-    assert str(report) == "layer inputs on the host"
+    assert "layer inputs on the host" in str(report)
     assert_equal(step(model), expected)
 
 

@@ -150,7 +150,6 @@ class _Forward:
 
     def __enter__(self) -> None:
         self.saved.calls += 1
-        self.kept.kernels = AllowedKernels.now()
         self.contexts = ExitStack()
         self.contexts.enter_context(keeping(self.kept, replaying=False))
         self.contexts.enter_context(self.inner)
@@ -158,6 +157,8 @@ class _Forward:
 
     def __exit__(self, *reason: Any) -> Any:
         self.contexts.__exit__(*reason)
+        # Not before the layer: on Hopper the first call of a process puts cuDNN first in SDPA's order of preference.
+        self.kept.kernels = AllowedKernels.now()
         if reason[0] is None:
             for done in self.kept.outputs:
                 self.saved.add((done.whole, *done.tensors))

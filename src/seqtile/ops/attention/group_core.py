@@ -161,7 +161,9 @@ class Groups:
                     with replayed(recorded, extra, cut.of(done.whole, self.output_dim)):
                         output, _ = self.between(cut, leaves, others)
                 inputs = [*leaves, *(weight for weight in others if weight.requires_grad)]
-                gradient = gradient_of(cut).to(output.dtype).reshape(output.shape)
+                # Dense, as for every group: PyTorch's cache of cuDNN plans ignores the strides of output gradients, and
+                # would read a slice with those of an earlier gradient.
+                gradient = gradient_of(cut).to(output.dtype).reshape(output.shape).contiguous()
                 del extra, recorded
                 gradients = iter(torch.autograd.grad(output, inputs, gradient, allow_unused=True))
                 del output, gradient, inputs
