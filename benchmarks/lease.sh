@@ -21,12 +21,12 @@ if [ -n "${WHEELS:-}" ]; then
     export PYTHONPATH=$PYTHONPATH:$packages
 fi
 
-device=cuda tests=() smoke=() few=8 layers=32 short=32768 long=131072
+device=cuda tests=() smoke=() few=4 layers=16 short=32768 long=131072
 if [ "${1:-}" = --smoke ]; then
     shift
-    device=cpu tests=(--parts "steps, peers") smoke=(--device cpu --smoke) few=2 layers=2 short=256 long=512
+    device=cpu tests=(--parts "steps, peers") smoke=(--device cpu --smoke) few=2 layers=4 short=256 long=512
 fi
-parts=${*:-faults gradients gradients-full steps weights long}
+parts=${*:-faults gradients gradients-full steps chunks weights long}
 
 part() { # NAME SECONDS COMMAND...
     local name=$1 seconds=$2 start=$SECONDS code=0
@@ -46,15 +46,16 @@ figures() { # NAME SECONDS ARGUMENTS...
 part faults 115 "$python" tests/on_device.py --device "$device" --seconds 105 --out "$out/faults" "${tests[@]}" &
 {
     figures gradients 80 --minutes 1.2 --parts gradients --layers "$few" --tokens "$short" --train lora \
-        --methods liger seqtile seqtile+attention-saved+offload-weights
+        --methods seqtile+chunk seqtile+chunk+segment4 seqtile seqtile+attention-saved+offload-weights liger
     figures gradients-full 40 --minutes 0.6 --parts gradients --tokens "$short" --train full --methods liger seqtile
 } &
 wait
 figures steps 160 --minutes 2.3 --quick --parts steps machine loss
+figures chunks 130 --minutes 2 --parts steps --layers 4 --tokens "$short" "$long" --train lora \
+    --methods seqtile+chunk seqtile+chunk+segment4 seqtile seqtile+attention-saved+offload
 figures weights 110 --minutes 1.6 --parts steps --layers "$layers" --tokens "$short" --train lora \
-    --methods seqtile+attention-saved seqtile+attention-saved+weights seqtile+attention-saved+offload-weights
-figures long 160 --minutes 2.5 --parts steps --layers "$layers" --tokens "$long" --train lora \
-    --methods seqtile+attention-saved+offload
+    --methods seqtile+attention-saved seqtile+attention-saved+weights
+figures long 60 --minutes 0.8 --parts steps --tokens "$long" --train lora --methods seqtile+attention-saved+offload liger
 
 for name in $parts; do
     printf '\n== %s ==\n' "$name"

@@ -73,6 +73,8 @@ STEP_SETTINGS: dict[str, Callable[[StepMethod], StepMethod]] = {
     "weights": lambda method: changed(method, offload="weights"),
     "offload-weights": lambda method: changed(method, offload="checkpoints+weights"),
     "heads": lambda method: changed(method, heads=1, blocks="mlp+norm+projections"),
+    "chunk": lambda method: changed(method, chunk=8192),
+    "segment4": lambda method: changed(method, segment=4),
     "liger": lambda method: replace(method, liger=("rope", "rms_norm")),
     "liger-loss": lambda method: changed(method, liger=(*method.liger, "fused_linear_cross_entropy"), loss=None),
 }
@@ -107,8 +109,8 @@ def build_model(config: Any, layers: int, lora: int, device: str) -> Any:
     Args:
         config: Transformers' configuration.
         layers: decoder layers.
-        lora: rank of PEFT's adapters on every linear layer, in bf16, with random factors so that no gradient is zero;
-            0 trains all weights.
+        lora: rank of PEFT's adapters on every linear layer, in bf16, with small random factors so that no gradient is
+            zero; 0 trains all weights.
         device: ``torch.device`` type.
     """
     model = build_bare(first_layers(config, layers), Setup(device_type=device), device)
@@ -122,7 +124,7 @@ def build_model(config: Any, layers: int, lora: int, device: str) -> Any:
             model = get_peft_model(model, adapters, autocast_adapter_dtype=False)
         for weight in model.parameters():
             if weight.requires_grad:
-                weight.data = torch.empty_like(weight, dtype=torch.bfloat16).normal_(std=weight.shape[1] ** -0.5)
+                weight.data = torch.empty_like(weight, dtype=torch.bfloat16).normal_(std=0.1 * weight.shape[1] ** -0.5)
     return model
 
 

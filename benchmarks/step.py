@@ -168,7 +168,7 @@ def measure_steps(arguments: dict[str, Any]) -> dict[str, Any]:
 
     Returns:
         ``ran`` (what runs it, in words), ``step_ms`` of each step after a warm-up, ``peak_gib`` with weights and
-        optimizer (on the CPU of counted tensors, without the weights), ``loss``, ``layers_of_model``.
+        optimizer (on the CPU of counted tensors, without the weights), ``losses`` of all steps, ``layers_of_model``.
     """
     model, batch, ran = _build(arguments)
     device = batch["input_ids"].device
@@ -183,19 +183,20 @@ def measure_steps(arguments: dict[str, Any]) -> dict[str, Any]:
 
     on_cpu = not is_accelerator(device)
     with count_live_bytes("cpu") if on_cpu else nullcontext() as live:
-        loss = step()
+        losses = [step()]
     if not on_cpu:
         torch.accelerator.reset_peak_memory_stats(device)
     step_ms = []
     for _ in range(1 if arguments["tokens"] > 64 * K else 2):
         synchronize(device)
         begin = time.perf_counter()
-        step()
+        losses.append(step())
         synchronize(device)
         step_ms.append(1e3 * (time.perf_counter() - begin))
     peak = live.peak if live is not None else torch.accelerator.max_memory_allocated(device)
     depth = read_config(arguments["model"]).num_hidden_layers
-    return {"ran": ran, "step_ms": step_ms, "peak_gib": peak / GIB, "loss": loss.item(), "layers_of_model": depth}
+    return {"ran": ran, "step_ms": step_ms, "peak_gib": peak / GIB, "losses": [loss.item() for loss in losses],
+            "layers_of_model": depth}  # fmt: skip
 
 
 def compare_gradients(arguments: dict[str, Any]) -> dict[str, Any]:
