@@ -402,8 +402,8 @@ def test_the_directory_of_shards_is_the_one_that_accelerate_writes():
 
 
 OTHERWISE = {
-    "model": "other", "dataset": "other.jsonl", "dataset_split": "test", "max_length": 32, "packing": True,
-    "skip_bad_rows": True, "streaming": True, "lora": {"r": 2}, "epochs": 2,
+    "model": "other", "dataset": "other.jsonl", "dataset_split": "test", "dataset_config": "x", "max_length": 32,
+    "packing": True, "skip_bad_rows": True, "streaming": True, "lora": {"r": 2}, "epochs": 2,
     "batch_size": 2, "gradient_accumulation": 2, "learning_rate": 1.0, "seed": 5, "dtype": "bfloat16",
     "rope_scaling": {"rope_type": "linear", "factor": 2},
     "attention": "eager", "optimizer": "sgd", "trust_remote_code": True, "model_kwargs": {"revision": "x"},

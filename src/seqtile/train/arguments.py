@@ -100,11 +100,11 @@ def adapter_config(lora: LoraRecipe | None, model: nn.Module, frozen: Sequence[s
     if lora is None:
         return None
     if lora.start is not None:
-        from peft import PeftConfig
+        from peft import LoraConfig
 
-        config = PeftConfig.from_pretrained(lora.start)
-        config.inference_mode = False
-        return config
+        saved: LoraConfig = LoraConfig.from_pretrained(lora.start)
+        saved.inference_mode = False
+        return saved
     config = lora_config(model, r=lora.r, alpha=lora.alpha, dropout=lora.dropout, target_modules=lora.target_modules)
     left_out = without_adapters(model, config)
     if left_out is not None:
@@ -125,7 +125,7 @@ def load_adapters(model: Any, lora: LoraRecipe) -> None:
     from peft import load_peft_weights, set_peft_model_state_dict
 
     try:
-        loaded = set_peft_model_state_dict(model, load_peft_weights(str(lora.start), device="cpu"))
+        loaded: Any = set_peft_model_state_dict(model, load_peft_weights(str(lora.start), device="cpu"))
         unexpected = loaded.unexpected_keys
     except (RuntimeError, ValueError, OSError) as error:
         unexpected = [str(error).strip().splitlines()[0]]

@@ -287,7 +287,7 @@ def _count_rows(file: Path) -> int | None:
     """The rows of a file; None where only reading all of it would tell."""
     builder = _builder(file)
     if builder == "parquet":
-        from pyarrow import parquet
+        from pyarrow import parquet  # type: ignore[import-untyped]
 
         return int(parquet.read_metadata(file).num_rows)
     if builder != "json" or file.suffix.lower() in COMPRESSIONS:
