@@ -10,11 +10,12 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import seqtile
 from seqtile.checkpointing.policies import standing_checkpointing
 from seqtile.options import DEFAULTS, WHOLE_LAYER
-from zoo import causal_lm, tokens
+from zoo import assert_same_gradients, causal_lm, tokens
 
 BATCH, LENGTH = 2, 24
 Change = Callable[[Any], Any]
@@ -152,3 +153,35 @@ def test_an_option_that_acts_is_not_named(
     run()
     assert not warned(caplog)
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [dict(tile=5, path="fused"), dict(tile=5, path="generic"), dict(tile=5, blocks=WHOLE_LAYER), dict(tile=5, heads=1),
+     dict(blocks="none", loss="tiled"), dict(blocks="none", state=5), dict(blocks="none", heads=1)],
+    ids=str,
+)  # fmt: skip
+def test_a_hook_on_every_module_acts_as_untiled(settings: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    """It may change what linear layers and norms return, whose modules the operators do not call."""
+
+    def scale(module: nn.Module, args: Any, output: Any) -> Any:
+        return 1.25 * output if isinstance(output, torch.Tensor) and module.training else None
+
+    model, untiled = build(), build()
+    seqtile.apply(model, **settings)
+    caplog.clear()
+    with nn.modules.module.register_module_forward_hook(scale):
+        step(untiled)
+        step(model)
+    expected, got = ({name: p.grad for name, p in one.named_parameters()} for one in (untiled, model))
+    assert_same_gradients(got, expected)
+    assert any("scale" in text for text in warned(caplog))
+
+
+def test_pytorchs_own_hooks_on_every_module_leave_tiles_on(caplog: pytest.LogCaptureFixture) -> None:
+    model = build()
+    seqtile.apply(model, tile=5, state=5, loss="tiled")
+    caplog.clear()
+    with FlopCounterMode(display=False):
+        step(model)
+    assert not warned(caplog)

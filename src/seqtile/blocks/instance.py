@@ -21,6 +21,7 @@ from seqtile._compat import (
     PER_SEQUENCE,
     PRE_HOOKS,
     children_of,
+    hook_on_every_module,
     in_forward_mode,
     parameters_of,
     transform_level,
@@ -286,6 +287,8 @@ class Installed(ForwardStandIn):
             return self._run_compiled(chain, tensors, call, untiled, lanes, computed)
         if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
             refuse_trace()
+        if hook := hook_on_every_module():
+            return self._run_untiled(f"a hook on every module ({hook}) would see tiles", untiled)
         x, keep = tensors[0], self.setting.keep
         if x.is_nested:
             return self._run_untiled("its input is a nested tensor, which cannot be cut into tiles", untiled)

@@ -25,6 +25,7 @@ from seqtile._compat import (
     attention_kind,
     children_of,
     disable_torch_function_subclass,
+    hook_on_every_module,
     make_wrapper_subclass,
     tree_leaves,
     version_of,
@@ -198,7 +199,9 @@ class NormedAttention:
         norm, attention, fsdp1 = getattr(layer, self.norm), getattr(layer, self.attention), wrapper()
         if has_hooks(norm) or has_foreign_hooks(attention) or isinstance(norm, fsdp1) or isinstance(attention, fsdp1):
             return {}
-        if torch.compiler.is_compiling() or not getattr(attention.__dict__.get("forward"), "takes_norm", False):
+        if torch.compiler.is_compiling() or hook_on_every_module():
+            return {}
+        if not getattr(attention.__dict__.get("forward"), "takes_norm", False):
             return {}
         call: list[Any] = []
 
@@ -300,6 +303,8 @@ class TiledLayer(Installed):
         """Why the members cannot run in one tile now, or ""."""
         if _forward_code(layer) is not self._code:
             return "its forward differs from the one that seqtile read"
+        if hook := hook_on_every_module():
+            return f"a hook on every module ({hook}) would see tiles"
         fsdp1, hooked = wrapper(), []
         for name in self.names:
             member = getattr(layer, name)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from seqtile._compat import HOOKED_FORWARD, LOSS_FUNCTION, OUTPUT_HOOKS, children_of
+from seqtile._compat import HOOKED_FORWARD, LOSS_FUNCTION, OUTPUT_HOOKS, children_of, hook_on_every_module
 from seqtile._effects import Named, Watched, outermost, split_frozen, which
 from seqtile._errors import UserError
 from seqtile._stand_in import ForwardStandIn
@@ -265,7 +265,7 @@ class TiledLoss(ForwardStandIn, Watched):
             return "torch.compile traces the whole model; compile the decoder layers instead"
         if not _is_causal_loss(self.module.loss_function):
             return "the model's loss function was replaced after seqtile.apply"
-        if hook := _listener(self.module.get_output_embeddings()):
+        if hook := hook_on_every_module() or _listener(self.module.get_output_embeddings()):
             return f"a hook on the head ({hook}) needs logits"
         return ""
 
