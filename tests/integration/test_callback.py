@@ -197,6 +197,17 @@ def test_the_layers_tiles_go_on_around_a_replaced_forward(directory: Path, tmp_p
     torch.testing.assert_close(weights(trainer), weights(untiled))
 
 
+@pytest.mark.parametrize(("longest", "reported"), [(31, 1), (32, 0)])
+def test_rows_longer_than_planned_are_reported_once(
+    longest: int, reported: int, directory: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All rows have 32 tokens; evaluation has larger batches, which no plan is about."""
+    callback = seqtile.TilingCallback(max_length=longest, device="8GiB", tile=16, loss_tile=16, keep=0.0)
+    evaluated = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4}
+    plain(directory, tmp_path, callback, max_steps=3, **evaluated).train()
+    assert sum("its memory is not in the plan" in record.getMessage() for record in caplog.records) == reported
+
+
 def test_settings_that_would_be_ignored_are_refused(directory: Path) -> None:
     with pytest.raises(TypeError, match="unexpected keyword argument 'tiles'"):
         seqtile.TilingCallback(tiles=8)

@@ -58,6 +58,11 @@ def hooks_on_mixers(model: Any) -> None:
     model.model.layers[0].conv.in_proj.register_forward_hook(lambda *_: None)
 
 
+def hooks_on_every_layer(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.feed_forward.w1.register_forward_hook(lambda *_: None)
+
+
 IDLE: dict[str, tuple[str, dict[str, Any], Change | None]] = {
     "tile": ("tile=64", dict(tile=64), None),
     "tile, other forwards": (
@@ -94,6 +99,8 @@ IDLE: dict[str, tuple[str, dict[str, Any], Change | None]] = {
         "heads=1", dict(blocks="none", heads=1), lambda model: model.compile(backend="eager")
     ),
     "state": ("state=64", dict(blocks="none", state=64), None),
+    "chunk": ("chunk=64", dict(blocks="none", chunk=64), None),
+    "chunk, hooks": ("chunk=8", dict(blocks="none", chunk=8), hooks_on_every_layer),
     "state, hooks": ("state=5", dict(blocks="none", state=5), hooks_on_mixers),
     "state, compiled": ("state=5", dict(blocks="none", state=5), compile_layers),
     "state, compiled whole": (
@@ -106,6 +113,7 @@ ACTS: list[dict[str, Any]] = [
     dict(tile=5), dict(tile=5, path="fused", keep=0.5), dict(tile=5, blocks=WHOLE_LAYER), dict(tile=5, path="generic"),
     dict(tile=5, loss="tiled", checkpoint="attention-saved", offload=True, heads=1, state=5),
     dict(blocks="none", checkpoint="layer"), dict(blocks="none", offload="weights"), dict(heads="auto", state="auto"),
+    dict(blocks="none", chunk=8, checkpoint="layer"),
 ]  # fmt: skip
 
 
@@ -137,8 +145,9 @@ def test_an_option_without_effect_is_named_once(case: str, caplog: pytest.LogCap
 
 def test_every_option_has_a_case() -> None:
     named = {option for _, settings, _ in IDLE.values() for option in settings}
-    # Names that match nothing are refused at once; the head's tiles and kernel act where the loss does.
-    assert DEFAULTS.keys() - named <= {"only", "trust", "loss_tile", "loss_impl"}
+    # Names that match nothing are refused at once; the head's tiles and kernel act where the loss does, segments
+    # where chunks do.
+    assert DEFAULTS.keys() - named <= {"only", "trust", "loss_tile", "loss_impl", "segment"}
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -146,7 +155,8 @@ def test_every_option_has_a_case() -> None:
 def test_an_option_that_acts_is_not_named(
     settings: dict[str, Any], compiled: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    if compiled and ({"heads", "state", "keep", "offload"} & settings.keys() or settings.get("path") == "fused"):
+    not_compiled = {"heads", "state", "chunk", "keep", "offload"} & settings.keys()
+    if compiled and (not_compiled or settings.get("path") == "fused"):
         pytest.skip("not under torch.compile")
     run = prepared(settings, compile_layers if compiled else None)
     caplog.clear()
@@ -178,10 +188,16 @@ def test_a_hook_on_every_module_acts_as_untiled(settings: dict[str, Any], caplog
     assert any("scale" in text for text in warned(caplog))
 
 
-def test_pytorchs_own_hooks_on_every_module_leave_tiles_on(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    "settings",
+    [dict(tile=5, loss="tiled"), dict(tile=5, path="generic"), dict(blocks="none", heads=1), dict(tile=5, state=5)],
+    ids=str,
+)
+def test_pytorchs_flop_counter_leaves_tiles_on(settings: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    """Its hooks are on every module."""
     model = build()
-    seqtile.apply(model, tile=5, state=5, loss="tiled")
+    seqtile.apply(model, **settings)
     caplog.clear()
-    with FlopCounterMode(display=False):
+    with FlopCounterMode(display=False) as counter:
         step(model)
-    assert not warned(caplog)
+    assert counter.get_total_flops() > 0 and not warned(caplog)

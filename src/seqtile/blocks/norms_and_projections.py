@@ -233,8 +233,9 @@ def norms_by_kernel(model: nn.Module) -> int:
     return sum(isinstance(module.__dict__.get("forward"), KernelNorm) for module in model.modules())
 
 
-def follow_adapters(model: nn.Module) -> None:
+def follow_adapters(model: nn.Module) -> list[TiledRows]:
     """Tile each adapter's layer in place of the projection that it has wrapped since, so that all of it is in tiles."""
+    moved = []
     for module in model.modules():
         base = module
         while (inner := children_of(base).get("base_layer")) is not None:
@@ -249,6 +250,8 @@ def follow_adapters(model: nn.Module) -> None:
         tiled.fuses_norms = forward.fuses_norms
         tiled.install()
         mark_leaf(module)
+        moved.append(tiled)
+    return moved
 
 
 def adapted_since(model: nn.Module) -> int:

@@ -141,6 +141,7 @@ class ChunkForward(Installed):
             call.mask.reaches(start, start + size) for start, size in tile_ranges(cuts.sizes)
         ):
             return self._whole("its mask lets tokens see tokens of later chunks", args, kwargs)
+        self.called, self.acted = True, self.acted or len(cuts.sizes) > 1
         if alone and len(cuts.sizes) == 1 and checkpointed and not reduces_as_they_arrive(module.parameters()):
             return self.original(*args, **kwargs)
         segment.hidden_states = hidden_states
@@ -199,7 +200,7 @@ class ChunkForward(Installed):
         if self.segment.recorded:
             self._refuse_segment()
         if torch.is_grad_enabled():
-            self.refused = why
+            self.refused = self.idle_reason = why
             if self.is_news(why):
                 logger.warning("%s runs whole: %s", self.chunk.name, why)
         return self.original(*args, **kwargs)

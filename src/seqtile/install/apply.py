@@ -78,8 +78,8 @@ def apply(
     adapters are added, and before an engine (DDP, FSDP, DeepSpeed) wraps the model.
 
     A second call replaces what it asks for: the blocks (unless ``blocks="none"``), and each of ``loss``, ``checkpoint``
-    with ``offload``, ``heads`` and ``state`` that it gives. What it does not ask for stays, as does all of the first
-    call if the second one is refused. :func:`fit` asks for everything; :func:`undo` takes everything off.
+    with ``offload``, ``heads``, ``state`` and ``chunk`` that it gives. What it does not ask for stays, as does all of
+    the first call if the second one is refused. :func:`fit` asks for everything; :func:`undo` takes everything off.
 
     Args:
         model: any ``nn.Module`` with position-wise blocks, on any device, the meta device included.
@@ -210,8 +210,8 @@ def apply_options(model: nn.Module, options: TilingOptions, *, others_stay: bool
             left = [*left, *left_norms]
         done_to_heads = install_heads(model, heads, attention, left_attention)
         done_to_state, left_states = install_state(model, state)
-        loss, checkpointing = rest.install(model)
         done_to_chunks, left_chunks = install_chunks(model, chunk, segment)
+        loss, checkpointing = rest.install(model)
     watch_tiles(model)
     left = [*dict.fromkeys([*left, *left_attention, *left_states, *left_chunks])]  # a prediction head once
     report = Report(

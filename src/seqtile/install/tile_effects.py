@@ -12,6 +12,7 @@ from seqtile._effects import Watched, backbone_of
 from seqtile.blocks.instance import Installed, installed_forwards
 from seqtile.blocks.norms_and_projections import KernelNorm, TiledRows, follow_adapters
 from seqtile.checkpointing.policies import find_checkpointed
+from seqtile.chunks.segment import ChunkForward
 from seqtile.headwise.install_heads import HeadWise
 from seqtile.options import WHOLE_LAYER
 from seqtile.state.tiled_state import StateForward
@@ -21,7 +22,7 @@ _IDLE = "had no effect in the first training step"
 
 
 class TileEffects(Watched):
-    """Watches the tiled forwards of one model: its blocks, ``keep`` and ``path``, ``heads`` and ``state``."""
+    """Watches the tiled forwards of one model: blocks, ``keep`` and ``path``, ``heads``, ``state`` and ``chunk``."""
 
     looks_while_compiling = True
 
@@ -49,16 +50,18 @@ class TileEffects(Watched):
         if torch.compiler.is_compiling() or not (backbone.training and torch.is_grad_enabled()):
             return
         if backbone is backbone_of(self.module):  # else a copy of it, with the copied hook
-            follow_adapters(self.module)
-            self.forwards = installed_forwards(self.module)
+            self.forwards += follow_adapters(self.module)
 
     def without_effect(self) -> list[str]:
-        blocks, rows, heads, states = list[Installed](), list[Installed](), list[Installed](), list[Installed]()
+        blocks, rows, heads = list[Installed](), list[Installed](), list[Installed]()
+        states, chunks = list[StateForward](), list[ChunkForward]()
         for forward in self.forwards:
             if forward.owner == "tile_module":
                 continue
             if isinstance(forward, HeadWise):
                 heads.append(forward)
+            elif isinstance(forward, ChunkForward):
+                chunks.append(forward)
             elif isinstance(forward, StateForward):
                 states += [forward] if forward.state.runs else []
             elif isinstance(forward, TiledRows):
@@ -76,8 +79,11 @@ class TileEffects(Watched):
             per_pass = heads[0].heads.per_pass  # type: ignore[attr-defined]
             sentences += _idle(f"heads={per_pass}", heads, decides=per_pass == "auto")
         if states:
-            tile = states[0].state.tile  # type: ignore[attr-defined]
+            tile = states[0].state.tile
             sentences += _idle(f"state={tile}", states, decides=tile == "auto")
+        if chunks:
+            tokens = chunks[0].chunk.tokens
+            sentences += _idle(f"chunk={tokens}", chunks, decides=tokens == "auto")
         if any(block.acted for block in blocks):
             sentences += _idle_fused(blocks)
         return sentences

@@ -17,6 +17,7 @@ from seqtile.engines.sequence_parallel import refuse_split_states
 from seqtile.fitting import Choice, apply_choice, choose_for, planned_optimizer
 from seqtile.install.apply import apply, apply_options, carries, tiled_names
 from seqtile.install.report import Report
+from seqtile.install.runs import forget_runs, what_ran
 from seqtile.options import OF_BLOCKS, TilingOptions
 from seqtile.recognise.decoder_layers import states_of
 from seqtile.rules import Combination, check_combination
@@ -82,7 +83,8 @@ class TilingCallback(TrainerCallback):
         self._news: dict[str, Any] = {}
         self._references: list[str] | None = None  # for the first log of a run; None afterwards
         self._peaks: _Peaks | None = None
-        self._at_start = self._collects_again = False
+        self._at_start = self._collects_again = self._evaluated = False
+        self._looks_for_longer, self._ranks = max_length is not None, 1  # ranks that share a sequence
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         """The trainer has been built."""
@@ -106,8 +108,11 @@ class TilingCallback(TrainerCallback):
         self._at_start, self._collects_again = True, False
         self._peaks = _Peaks(args.device) if args.skip_memory_metrics else None
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         """Before the first micro-batch of a step."""
+        if self._evaluated and self._looks_for_longer:
+            forget_runs(model)  # rows of evaluation are in no plan
+        self._evaluated = False
         if self._collects_again:
             _collect(args.device)
         self._at_start = self._collects_again = False
@@ -121,9 +126,21 @@ class TilingCallback(TrainerCallback):
         """The weights are new."""
         self._end_of(OPTIMIZER)
 
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        """A step is over: report the first batch that is longer than planned."""
+        if not self._looks_for_longer or self._max_length is None:
+            return
+        planned = self._max_length * args.per_device_train_batch_size // self._ranks
+        if (tokens := what_ran(model).tokens) > planned:
+            self._looks_for_longer = False
+            logger.warning(
+                "a batch has %s tokens on this process, max_length=%s plans for %s; its memory is not in the plan",
+                f"{tokens:,}", self._max_length, f"{planned:,}",
+            )  # fmt: skip
+
     def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """A batch has been evaluated."""
-        self._collects_again = self._at_start
+        self._collects_again, self._evaluated = self._at_start, True
         self._end_of(EVALUATION)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
@@ -148,6 +165,7 @@ class TilingCallback(TrainerCallback):
             return apply_options(model, self._options)
         if self._choice is None:
             question = {} if trainer is None else _question_of(trainer)
+            self._ranks = question.get("sp_size", 1) * question.get("cp_size", 1)
             self._choice = choose_for(
                 model, self._options, max_length=self._max_length, given=self._given, device=self._device, **question
             )
