@@ -101,9 +101,10 @@ def test_python_lines(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             self.model(input_ids=ids, labels=ids).loss.backward()
 
     monkeypatch.chdir(folder)
+    monkeypatch.setattr("trl.SFTTrainer", SFTTrainer)
     ids = tokens()
     names: dict[str, Any] = {
-        "model": causal_lm("llama"), "batch": {"input_ids": ids, "labels": ids}, "SFTTrainer": SFTTrainer,
+        "model": causal_lm("llama"), "batch": {"input_ids": ids, "labels": ids},
         "my_module": torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 8)),
     }  # fmt: skip
     lines = 0

@@ -419,7 +419,7 @@ def test_bad_recipes(model: Path, dataset: Path, tmp_path: Path, text: str, word
         ("nobody/such-dataset", None, "in the local Hub cache"),
         ("empty.jsonl", "", "has no rows"),
         ("empty.txt", "", "has no rows"),
-        ("broken.jsonl", '{"text": "a"\n', "cannot read"),
+        ("broken.jsonl", '{"text": "a"\n', "line 1: Expecting"),
         ("columns.jsonl", '{"question": "a", "answer": "b"}\n', "has columns answer, question"),
         ("numbers.jsonl", '{"text": 3}\n', "expected text"),
         ("binary.txt", b"\xff\xfe\x00\x81", "'utf-8' codec"),
