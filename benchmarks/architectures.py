@@ -6,7 +6,8 @@ Every model type of the installed transformers is built small, with random weigh
 without a network. ``seqtile.apply`` is called on the model in training mode as its config makes it, with its dropouts:
 its report fills the line. Then loss and every gradient of one training step, tiled, are compared with an untiled
 model's; dropout is off there, and ``apply`` is called in evaluation mode, as on a model that ``from_pretrained``
-returns. The site shows the file as a table (``docs/architectures.md``). About a quarter of an hour on one core.
+returns. Of causal language models it also writes whether every option tiles the same modules at released sizes. The
+site shows the file as a table (``docs/architectures.md``). About twenty minutes on one core.
 """
 
 from __future__ import annotations
@@ -34,11 +35,20 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 import seqtile
 from seqtile._errors import UserError
-from tiny_models import MAX_PARAMETERS, Batch, auto_classes, batches, build, parameters_of, tiny_config
+from tiny_models import (
+    MAX_PARAMETERS,
+    Batch,
+    auto_classes,
+    batches,
+    build,
+    parameters_of,
+    released_config,
+    tiny_config,
+)
 
 SECONDS = 60
 TILE = 3
@@ -64,6 +74,7 @@ class Record:
         result: ``"equal"``, ``"WRONG ..."``, ``"raises: ..."`` or ``"could not be run: ..."``; "" if nothing was tiled.
         reached: number of tiled blocks whose weights got a gradient in the step that was compared.
         note: how the comparison was made where it was not in float32.
+        released: of a causal language model, how what is tiled at released sizes differs from the tiny model.
     """
 
     architecture: str
@@ -78,6 +89,7 @@ class Record:
     result: str = ""
     reached: int = 0
     note: str = ""
+    released: str = ""
 
     @property
     def state(self) -> str:
@@ -135,7 +147,9 @@ def examine(architecture: str) -> Record | None:
     try:
         with at_most(SECONDS), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # transformers has something to say about most tiny configs
-            return _examine(record)
+            if (done := _examine(record)) is not None and done.auto_class == "AutoModelForCausalLM" and not done.error:
+                done.released = released_coverage(architecture)
+            return done
     except TookTooLong:
         record.error = f"took more than {SECONDS} s"
         return record
@@ -172,6 +186,53 @@ def _examine(record: Record) -> Record | None:
         return None
     record.error = errors[0]
     return record
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "tile": {"tile": 2048},
+    "blocks": {"tile": 2048, "blocks": "mlp+norm+projections"},
+    "loss": {"blocks": "none", "loss": "tiled"},
+    "heads": {"blocks": "none", "heads": 1},
+    "state": {"blocks": "none", "state": "auto"},
+    "checkpoint": {"blocks": "none", "checkpoint": "attention-saved"},
+}
+"""Each option of ``apply`` that changes modules, by itself."""
+
+
+def coverage(config: PreTrainedConfig) -> dict[str, Any]:
+    """What each of :data:`OPTIONS` tiles in a causal language model of ``config``, without any size.
+
+    Runs on the meta device. An option that is refused has the beginning of its sentence.
+    """
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config).train()
+    tiled: dict[str, Any] = {}
+    for option, settings in OPTIONS.items():
+        try:
+            report = seqtile.apply(model, **settings)
+        except UserError as error:
+            tiled[option] = str(error).partition("(")[0].strip()
+            continue
+        places = sorted(
+            {(pattern(block.name), block.class_name, block.path, block.together) for block in report.blocks}
+        )
+        layers = re.search(r"(\d+ of \d+) \((.*)\)", report.state)
+        attention = sorted(set(re.findall(r"\w+(?=, \d+ query heads)", report.heads)))
+        words = re.sub(r"\d+ (norm|projection)s?", r"\1", report.rows)
+        tiled[option] = [places, words, bool(report.loss), attention, layers and layers.groups(), report.checkpointing]
+        seqtile.undo(model)
+    return tiled
+
+
+def released_coverage(architecture: str) -> str:
+    """How coverage at released sizes differs from the tiny model's, "the same", or why it is not known."""
+    try:
+        released = coverage(released_config(architecture))
+    except Exception as error:  # noqa: BLE001 - whatever a config raises is the result
+        return f"not built: {one_line(error)}"
+    tiny = coverage(tiny_config(architecture))
+    different = [option for option in OPTIONS if released[option] != tiny[option]]
+    return f"other coverage: {', '.join(different)}" if different else "the same"
 
 
 def _tile(record: Record, auto: Any, narrow: bool) -> None:

@@ -20,7 +20,8 @@ import transformers
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
-HIDDEN, INTERMEDIATE, EXPERT_INTERMEDIATE, HEADS, HEAD_DIM, VOCABULARY, POSITIONS = 64, 88, 40, 4, 16, 128, 128
+HIDDEN, INTERMEDIATE, EXPERT_INTERMEDIATE, HEADS, HEAD_DIM, VALUE_HEAD_DIM = 96, 136, 40, 4, 16, 12
+VOCABULARY, POSITIONS = 120, 128
 BATCH, LENGTH = 2, 13
 MAX_PARAMETERS = 100_000_000
 MAX_LAYERS = 4
@@ -55,18 +56,22 @@ _SIZES: tuple[tuple[str, int], ...] = (
     (r"mamba_d_ssm", 2 * HIDDEN),
     (r"n_group|topk_group|num_expert_groups?|n_groups|mamba_n_groups|mamba_ngroups", 1),
     (r"\w*(num_key_value_heads|num_kv_heads|n_kv_heads|n_head_kv|num_key_value_groups)", 2),
+    (r"linear_num_key_heads", HEADS // 2),
     (r"\w*(num_attention_heads|n_heads?|num_heads|attention_heads|num_attn_heads|heads)|linear_num_\w+_heads", HEADS),
-    (r"qk_rope_head_dim|qk_nope_head_dim", HEAD_DIM // 2),
+    (r"qk_rope_head_dim", HEAD_DIM // 2),
+    (r"qk_nope_head_dim", 10),
+    (r"(linear_)?(v|value)_head_dim", VALUE_HEAD_DIM),
     (r"\w*(head_dim|dim_head|d_kv|d_head|head_size|kv_channels)", HEAD_DIM),
     (r"(?!index_)\w*(num_experts_per_tok(en)?|experts_per_token|moe_top_?k|top_k_experts|moe_k|topk|top_k)", 2),
-    (r"\w*(num|n|moe)\w*experts", 4),
+    (r"\w*(num|n|moe)\w*experts", 5),
     (r"(moe|expert|shared)\w*(intermediate_size|ffn\w*|hidden_size)\w*", EXPERT_INTERMEDIATE),
     (r"\w*(intermediate_(size|dim)\w*|ffn_dim|d_ff|mlp_dim|ffn_hidden_size|n_inner|d_inner|inner_dim|feedforward_dim"
      r"|feed_forward_(size|hidden_size)|linear_units|dim_feedforward|mlp_hidden_size|ffn_size)", INTERMEDIATE),
-    (r"\w*(lora_rank|lowrank|low_rank_dim|laurel_rank|lora_r)", 16),
+    (r"q_lora_rank", 28),
+    (r"\w*(lora_rank|lowrank|low_rank_dim|laurel_rank|lora_r)", 20),
     (r"\w*(max_position_embeddings|n_positions|max_seq(uence)?_len(gth)?|n_ctx|max_(source|target)_positions"
      r"|max_text_len|num_position_embeddings)", POSITIONS),
-    (r"\w*(d_state|state_size)|mamba_dt_rank|time_step_rank|rotary_dim", 8),
+    (r"\w*(d_state|state_size)|mamba_dt_rank|time_step_rank|rotary_dim", 6),
     (r"num_filters", 4),
     (r"(vision_|image_|input_)?image_size|input_size|resolution", 32),
     (r"\w*patch_size", 8),
@@ -80,6 +85,7 @@ _SIZES_OF = [(re.compile(pattern), size) for pattern, size in _SIZES]
 _NOT_SIZES = {"transformers_version", "architectures", "dtype", "id2label", "label2id", "output_hidden_states"}
 _TOKEN = re.compile(r"\w*(token_(id|ids|index)|_idx|_index|_id|token_id\w*)")
 _LAYER_COUNT = re.compile(r"(num_hidden_layers|n_layers?|num_layers|depth|layers|encoder_layers|decoder_layers)")
+_LAYERS = re.compile("layer|attention_types|first_k_dense_replace")
 _RANDOM = re.compile(
     r"(?!.*(norm|position)).*(dropout|pdrop|layerdrop|drop_rate|drop_path|droppath|drop_|jitter|mask_(time|feature)_prob"
     r"|dropout_prob|drop_connect|label_noise|noise_scale).*"
@@ -105,7 +111,16 @@ def tiny_config(architecture: str, *, narrow: bool = True, random: bool = True) 
     return config
 
 
-def _shrunk(default: PreTrainedConfig, narrow: bool, random: bool, tokens: dict[int, int]) -> PreTrainedConfig:
+def released_config(architecture: str) -> PreTrainedConfig:
+    """The default config of ``architecture``, in most families a released model's, with one layer of each kind."""
+    config = _shrunk(CONFIG_MAPPING[architecture](**ARGUMENTS.get(architecture, {})), None, True, {})
+    for one in _all(config):
+        one.use_cache = False
+    return config
+
+
+def _shrunk(default: PreTrainedConfig, narrow: bool | None, random: bool, tokens: dict[int, int]) -> PreTrainedConfig:
+    """A config with fewer layers; unless ``narrow`` is None smaller in other sizes too, in widths if it is true."""
     names = {field.name for field in dataclasses.fields(default)} - _NOT_SIZES
     fields = {name: value for name, value in vars(default).items() if name in names and value is not None}
     layers = next((v for k, v in fields.items() if _LAYER_COUNT.fullmatch(k) and isinstance(v, int)), 0)
@@ -131,7 +146,9 @@ def _shrunk(default: PreTrainedConfig, narrow: bool, random: bool, tokens: dict[
             for place, layer in enumerate(kept) if layer in per_layer
         }  # fmt: skip
     _fit_rope(fields, small)
-    overrides = OVERRIDES.get(default.model_type or type(default).__name__, {}) if narrow else {}
+    overrides = OVERRIDES.get(default.model_type or type(default).__name__, {}) if narrow is not False else {}
+    if narrow is None:
+        overrides = {name: value for name, value in overrides.items() if _LAYERS.search(name)}
     small |= {k: {**small.get(k, {}), **v} if k == "rope_parameters" else v for k, v in overrides.items()}
     return type(default)(**small)
 
@@ -153,8 +170,10 @@ def _kept_layers(fields: dict[str, Any], layers: int, per_layer: dict[int, Any])
 
 
 def _small_number(
-    name: str, value: int, fields: dict[str, Any], narrow: bool, tokens: dict[int, int], layers: int
+    name: str, value: int, fields: dict[str, Any], narrow: bool | None, tokens: dict[int, int], layers: int
 ) -> int:
+    if narrow is None and not (_LAYERS.search(name) or _LAYER_COUNT.fullmatch(name)):
+        return value
     if _TOKEN.fullmatch(name) and "vocab" not in name:
         return _token(value, tokens)
     if name == "num_kv_shared_layers" and value == fields.get("num_hidden_layers"):
@@ -164,7 +183,7 @@ def _small_number(
         return value
     if _LAYER_COUNT.fullmatch(name):
         return min(value, max(layers, 2))
-    if not narrow and size not in (2, VOCABULARY) and "expert" not in name:
+    if narrow is False and size not in (2, VOCABULARY) and "expert" not in name:
         return value
     if "key_value_heads" in name and value == fields.get(name.replace("key_value", "attention")):
         return min(value, HEADS)
@@ -178,7 +197,9 @@ def _token(value: int, tokens: dict[int, int]) -> int:
     return tokens.setdefault(value, VOCABULARY - 1 - len(tokens))
 
 
-def _small_list(name: str, value: Any, layers: int, kept: list[int], narrow: bool, tokens: dict[int, int]) -> Any:
+def _small_list(
+    name: str, value: Any, layers: int, kept: list[int], narrow: bool | None, tokens: dict[int, int]
+) -> Any:
     kind = type(value)
     if layers > 2 and len(value) == layers:
         entries = [value[index] for index in kept]
@@ -187,7 +208,7 @@ def _small_list(name: str, value: Any, layers: int, kept: list[int], narrow: boo
             if re.search(r"layers|indices", name) and entries != [0] * len(entries):
                 entries = sorted({min(entry, len(kept) - 1) for entry in entries}) if entries == kept else entries
         return kind(entries)
-    if not value or not all(isinstance(entry, int) and not isinstance(entry, bool) for entry in value):
+    if narrow is None or not value or not all(isinstance(e, int) and not isinstance(e, bool) for e in value):
         return value
     if _TOKEN.fullmatch(name) and "idx" not in name:
         return kind(_token(entry, tokens) for entry in value)
@@ -229,8 +250,8 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
 """Arguments without which a config cannot be made; they are made smaller too."""
 
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
-_SECTIONS = {"rope_parameters": {"mrope_section": [2, 3, 3]}}  # pairs of a head of 16 for time, height and width
-_HALF_SECTIONS = {"rope_parameters": {"mrope_section": [1, 1, 2]}}  # where half of the head is rotated
+_SECTIONS = {"rope_parameters": {"mrope_section": [3, 4, 5]}}  # pairs of a head of 24 for time, height and width
+_HALF_SECTIONS = {"rope_parameters": {"mrope_section": [1, 2, 3]}}  # where half of the head is rotated
 
 OVERRIDES: dict[str, dict[str, Any]] = {
     "DbrxAttentionConfig": {"rope_theta": 10000.0, "kv_n_heads": 2},
@@ -238,6 +259,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "Qwen3OmniMoeTalkerConfig": {"spatial_merge_size": 2},
     "autoformer": {"prediction_length": 4},
     "bamba": {"attn_layer_indices": [1]},
+    "bros": {"hidden_size": 64},
     "blip-2": {"image_token_index": VOCABULARY - 1},
     "blt": {"encoder_hash_byte_group_vocab": VOCABULARY},
     "chameleon": {"vocabulary_map": {"<image>": VOCABULARY - 1}},
@@ -247,9 +269,10 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "diffusion_gemma_text": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": EXPERT_INTERMEDIATE},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
     "dots3_note_audio_encoder": {"adapter_input_size": HIDDEN},
-    "dots3_note_text": {"head_dim": 20},
-    "ernie4_5_vl_moe_text": {"rope_parameters": {"mrope_section": [3, 3, 2]}},
+    "dots3_note_text": {"head_dim": 23},
+    "ernie4_5_vl_moe_text": {"rope_parameters": {"mrope_section": [5, 5, 2]}},
     "esm": {"vocab_size": VOCABULARY, "pad_token_id": 1, "mask_token_id": 4},
+    "esmc": {"head_dim": HIDDEN // HEADS},
     "exaone4_5_vision": {"window_size": 32},
     "falcon_h1": {"mamba_d_head": HEAD_DIM},
     "gemma3n_text": {"num_kv_shared_layers": 0},
@@ -260,6 +283,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "granite4_vision": {"downsample_rate": "1/2", "deepstack_layer_map": [[-1, 0]], "spatial_target_layers": [1]},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
+    "helium": {"head_dim": HIDDEN // HEADS},
     "hrm_text": {"num_hidden_layers": 8, "num_layers_per_stack": 1},
     "hunyuan_v1_dense": {"head_dim": HEAD_DIM},
     "hunyuan_v1_moe": {"head_dim": HEAD_DIM},
@@ -272,15 +296,17 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "kosmos-2": {"latent_query_num": 4},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "lilt": {"hidden_size": 96},
-    "longcat_flash": {"qk_head_dim": HEAD_DIM, "head_dim": HEAD_DIM // 2},
+    "longcat_flash": {"qk_head_dim": 10 + HEAD_DIM // 2, "head_dim": HEAD_DIM // 2},
     "mamba2": {"head_dim": 2 * HIDDEN // HEADS},
     "ministral": {"head_dim": HEAD_DIM},
+    "mistral4": {"qk_nope_head_dim": 8},
     "molmo2_adapter": {"vision_feature_layer": [1, 0]},
     "moonshine_streaming": {"num_key_value_heads": HEADS},
     "nemotron": {"num_key_value_heads": 2},
-    "paddleocr_vl_text": _SECTIONS,
+    "paddleocr_vl_text": {"rope_parameters": {"mrope_section": [1, 3, 4]}},
     "perceiver": {"d_latents": HIDDEN, "num_self_attends_per_block": 2, "num_latents": 8},
-    "pix2struct_vision_model": {"patch_embed_hidden_size": 192},
+    "pix2struct_text_model": {"d_kv": HIDDEN // HEADS},
+    "pix2struct_vision_model": {"d_kv": HIDDEN // HEADS, "patch_embed_hidden_size": 192},
     "qwen2_5_omni_text": _SECTIONS,
     "qwen2_5_omni_vision_encoder": {"window_size": 32},
     "qwen2_5_vl_text": _SECTIONS,
@@ -309,6 +335,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "step3p5": {"sliding_window": 8},
     "t5gemma2_text": {"dropout_rate": 0.1},
     "time_series_transformer": {"prediction_length": 4},
+    "xlnet": {"d_head": HIDDEN // HEADS},
     "xlstm": {"chunk_size": LENGTH},
     "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
     "zamba": {

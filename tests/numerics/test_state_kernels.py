@@ -21,6 +21,7 @@ from torch.nn import functional
 import seqtile
 from numerics._states import carrier_of, error, model_of, results, tiled, whole
 from seqtile.state.state_cache import CarriedState
+from tiny_models import HIDDEN
 
 
 class _Kernel(torch.autograd.Function):
@@ -138,7 +139,7 @@ def test_a_kernel_of_its_signature_hands_the_state_on(
     seqtile.undo(model)
     layer = model.get_submodule(carrier_of(model).whole)
     words = {"position_embeddings": None}
-    x = torch.randn(2, 60, 64, generator=torch.Generator().manual_seed(1)).to(dtype)
+    x = torch.randn(2, 60, HIDDEN, generator=torch.Generator().manual_seed(1)).to(dtype)
     calls.clear()
     expected = results(layer, x, lambda x: whole(layer, x, **words))
     assert calls == [None]

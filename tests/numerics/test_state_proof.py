@@ -14,8 +14,8 @@ import seqtile
 from numerics._states import FAMILIES, carrier_of, model_of
 from seqtile.state.state_cache import CarriedState, cache_argument
 from seqtile.state.state_proof import StateProofs
+from tiny_models import HIDDEN
 
-HIDDEN = 64
 BOTH = ("recurrent", "convolution")
 STATES = {"Gated DeltaNet": BOTH, "KDA": BOTH, "Mamba-2": BOTH, "short convolution": ("convolution",)}
 

@@ -20,11 +20,11 @@ from seqtile.state import state_cache, tile_call
 from seqtile.state.state_cache import CarriedState
 from seqtile.state.tile_call import TileCall
 from seqtile.tiling import state_tiles
+from tiny_models import HIDDEN
 
 ALL = [family for families in FAMILIES.values() for family in families]
 ONE_EACH = [families[0] for families in FAMILIES.values()]
 FAST = {"qwen3_5_text", "bamba", "lfm2_moe", "kimi_linear"}
-HIDDEN = 64
 
 
 def inputs(batch: int, tokens: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -114,18 +115,18 @@ def _choose(model: nn.Module, carrier: Carrier, proofs: StateProofs) -> tuple[st
         else:
             ready = is_here(module)
             tried = module if has_values(module) else model.get_submodule(carrier.mixer)  # routing has no shapes alone
-            why = proofs.why_not(tried, _like_its_input(tried)) if ready else ""
+            why = proofs.why_not(tried, _like_its_input(model, tried)) if ready else ""
             if not why:
                 return name, of_whole, ready and tried is module
         of_whole = why
     return "", why, ready
 
 
-def _like_its_input(module: nn.Module) -> torch.Tensor:
-    """An empty tensor of the width, dtype and device of a module's hidden states."""
-    width = next(int(width) for submodule in module.modules() if (width := getattr(submodule, "in_features", 0)))
+def _like_its_input(model: nn.Module, module: nn.Module) -> torch.Tensor:
+    """An empty tensor of the width of the model's hidden states, with the dtype and device of ``module``."""
+    config: Any = next(submodule.config for submodule in model.modules() if hasattr(submodule, "config"))
     weight = next(w for w in module.parameters() if w.is_floating_point() and w.element_size() >= 2)
-    return torch.empty(0, width, dtype=weight.dtype, device=weight.device)
+    return torch.empty(0, config.get_text_config().hidden_size, dtype=weight.dtype, device=weight.device)
 
 
 def _install_forward(model: nn.Module, name: str, setting: StateSetting, proofs: StateProofs) -> None:
