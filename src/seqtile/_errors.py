@@ -46,11 +46,19 @@ def in_its_words(error: BaseException) -> str:
     return f"{what}; raised by {_package(frame)} in {Path(frame.f_code.co_filename).name}"
 
 
+def passed_other_code(error: BaseException) -> bool:
+    """Whether code of a library beside PyTorch was running, such as a model's forward."""
+    packages = {_package(frame) for frame, _ in traceback.walk_tb(error.__traceback__)}
+    return bool(packages - _LOWER_PACKAGES - {"seqtile"})
+
+
 def _raised_in(error: BaseException) -> FrameType | None:
     """The innermost frame that is neither PyTorch's, nor Python's, nor of a mode that only passes operators on."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     for frame in reversed(frames):
         package = _package(frame)
+        if str(frame.f_globals.get("__name__", "")).startswith("seqtile.counting"):
+            continue
         if package not in _LOWER_PACKAGES and frame.f_code.co_name not in ("__torch_dispatch__", "__torch_function__"):
             return frame
     return None

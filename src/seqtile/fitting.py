@@ -32,8 +32,10 @@ from seqtile.devices import (
 from seqtile.engines.granularity import refuse_wrapped
 from seqtile.install.apply import apply_options
 from seqtile.install.report import Report
+from seqtile.lm_loss.tiled_loss import find_causal_lms
 from seqtile.options import DEFAULTS, TilingOptions, unknown_keys
 from seqtile.planner.accelerators import DEVICES, Device, find_device
+from seqtile.planner.encoders import in_one_sentence
 from seqtile.planner.estimate import Estimate
 from seqtile.planner.explain import next_step, planned_offload
 from seqtile.planner.ladder import CHOSEN, DoesNotFit, choose_rung
@@ -154,14 +156,19 @@ def choose_for(
     if isinstance(max_length, bool) or not isinstance(max_length, int) or max_length < 2:
         raise UserError(f"got max_length={max_length!r}, expected an int of at least 2")
     request, notes = describe(model, options, **question)
+    loss, no_loss = _loss(model, options, "loss" in given)
+    notes += no_loss
+    if loss is None:
+        request = replace(request, options=replace(request.options, loss=None, loss_tile="auto"))
     fixed = {
         name: getattr(options, name) for name in CHOSEN if name in given or getattr(options, name) != DEFAULTS[name]
     }
     if options.checkpoint is None and options.offload_room:  # which means "layer"
         fixed.pop("checkpoint", None)
-    choice = choose(request, max_length, fixed, can_offload=request.device_type != "cpu")
+    with in_one_sentence(request.config):
+        choice = choose(request, max_length, fixed, can_offload=request.device_type != "cpu")
     chosen = {name: getattr(choice.options, name) for name in CHOSEN if name not in fixed}
-    chosen_options = replace(options, loss="tiled", **chosen)
+    chosen_options = replace(options, loss=loss, **chosen)
     if recomputes is None:  # what an earlier call switched on is switched off before the choice is applied
         switched_on_here = any(policy.switched_on for policy in standing_checkpointing(model))
         recomputes = is_on(causal_model(model)) and not switched_on_here
@@ -171,6 +178,17 @@ def choose_for(
             "faster"
         )
     return Choice(chosen_options, (*choice.why, *notes), choice.estimate)
+
+
+def _loss(model: nn.Module, options: TilingOptions, is_given: bool) -> tuple[str | None, list[str]]:
+    """The loss to apply: as given, or tiled where the model's forward calls its loss function; and a note if not."""
+    if is_given or options.loss is not None:
+        return options.loss, []
+    try:
+        find_causal_lms(model)
+    except UserError:
+        return None, [f"loss whole: {type(causal_model(model)).__name__} computes its loss in its own code"]
+    return "tiled", []
 
 
 def choose(
@@ -248,10 +266,11 @@ def describe(
     """
     causal = causal_model(model)
     config = getattr(causal, "config", None)
-    if config is None or not hasattr(config, "get_text_config"):
+    has_head = getattr(causal, "get_output_embeddings", lambda: None)() is not None
+    if config is None or not hasattr(config, "get_text_config") or not has_head:
         raise UserError(
-            f"fit got {type(causal).__name__}, expected a causal language model of transformers (the plan reads its "
-            "config); use seqtile.apply"
+            f"fit got {type(causal).__name__}, expected a causal language model of transformers (the plan builds "
+            "one from its config); use seqtile.apply"
         )
     model_name = str(getattr(config, "name_or_path", "") or type(causal).__name__)
     refuse_encoder(config, model_name, "fit is for")
@@ -307,7 +326,7 @@ def describe(
 
 def find_adapters(model: nn.Module) -> Lora | None:
     """The LoRA adapters in ``model`` that train: the largest rank, and the ends of their layers' names."""
-    ranks, dropouts, layers = [0], [0.0], set()
+    ranks, dropouts, layers, parameters = [0], [0.0], set(), dict[str, int]()
     for name, module in model.named_modules():
         adapters = getattr(module, "lora_A", None)
         if not isinstance(adapters, nn.ModuleDict):
@@ -315,13 +334,23 @@ def find_adapters(model: nn.Module) -> Lora | None:
         trained_adapters = [
             adapter for adapter, down in adapters.items() if any(w.requires_grad for w in down.parameters())
         ]
-        ranks += [int(getattr(module, "r", {}).get(adapter, 0)) for adapter in trained_adapters]
-        if trained_adapters:
-            while name.endswith(".base_layer"):  # wrappers of one module's parameters are nested
-                name = name.removesuffix(".base_layer")
+        if not trained_adapters:
+            continue
+        while name.endswith(".base_layer"):  # wrappers of one module's parameters are nested
+            name = name.removesuffix(".base_layer")
+        trained_ranks = [int(getattr(module, "r", {}).get(adapter, 0)) for adapter in trained_adapters]
+        if parameter := getattr(module, "parameter_name", None):
+            parameters[f"{name.rpartition('.')[2]}.{parameter}"] = max(trained_ranks)
+        else:
             layers.add(name.rpartition(".")[2])
+            ranks += trained_ranks
             dropouts += [float(getattr(drop, "p", 0.0)) for drop in getattr(module, "lora_dropout", {}).values()]
-    return Lora(max(ranks), tuple(sorted(layers)), dropout=max(dropouts)) if layers else None
+    if not layers and not parameters:
+        return None
+    return Lora(
+        max(ranks) or min(parameters.values()), tuple(sorted(layers)), dropout=max(dropouts),
+        target_parameters=tuple(sorted(parameters.items())),
+    )  # fmt: skip
 
 
 def _adapters_to_come(lora: Any) -> Lora:
@@ -350,6 +379,8 @@ def find_planned_device(model: nn.Module, device: str | torch.device | None, pro
         except RuntimeError:
             preset = find_device(device_name_or_size)
             return preset, "cuda" if preset.name in DEVICES else device_type()
+    if device is not None and not isinstance(device, torch.device):
+        raise UserError(f"got device={device!r}, expected 'h100', a size such as '80GiB', or a torch device")
     if device is None:
         device = next((weight.device for weight in model.parameters()), torch.device("cpu"))
         if device.type in ("cpu", "meta"):  # which a trainer moves to the accelerator

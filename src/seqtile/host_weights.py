@@ -375,9 +375,11 @@ class HostWeights(Watched):
             chosen.append(kept)
         pairs = [(weights, layer) for weights, layer in zip(chosen, modules, strict=True) if weights]
         if not pairs:
+            on_meta = any(weight.is_meta for weight in module.parameters())
+            instead = "load them first, they are on the meta device" if on_meta else "leave 'weights' out"
             raise UserError(
                 f"offload='weights': {type(module).__name__} has no decoder layers with weights that can wait on the "
-                "host; leave 'weights' out"
+                f"host; {instead}"
             )
         return [weights for weights, _ in pairs], [layer for _, layer in pairs]
 

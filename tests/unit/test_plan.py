@@ -248,7 +248,7 @@ def test_where_nothing_fits_json_is_one_object_with_what_limits_it(
         ("bart", "an encoder-decoder"),
         ("whisper", "an encoder-decoder"),
         ("vit", "not a causal or masked language model"),
-        ("llava", "pass its images too (--images N)"),
+        ("llava", "pass its images too (seqtile plan --images N)"),
     ],
 )
 def test_what_is_no_language_model_of_one_length_is_refused(

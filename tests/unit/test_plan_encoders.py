@@ -180,7 +180,7 @@ def test_an_encoder_whose_layers_share_weights_is_refused() -> None:
     with pytest.raises(UserError, match="AlbertForMaskedLM has 1 distinct layers for a depth of 2"):
         Planner(replace(request("bert"), config=shared))
     with pytest.raises(
-        UserError, match="AlbertForMaskedLM .* does not support activation checkpointing; use --checkpoint none"
+        UserError, match="AlbertForMaskedLM .* does not support activation checkpointing; use checkpoint none"
     ):
         build(shared, SETUP, "meta")
 

@@ -24,6 +24,7 @@ _MAMBA_2 = "mamba2"
 def lora_config(
     model: nn.Module, *, r: int, alpha: float | None, dropout: float, target_modules: str | Sequence[str],
     packs_experts: bool = False,
+    target_parameters: Sequence[tuple[str, int]] = (),
 ) -> LoraConfig:  # fmt: skip
     """PEFT's configuration of low-rank adapters for ``model``.
 
@@ -43,6 +44,7 @@ def lora_config(
         dropout: of the adapters' inputs.
         target_modules: which layers get one, as PEFT takes them.
         packs_experts: whether the experts will be in 4 bits; if they are already, this makes no difference.
+        target_parameters: which parameters get one, as PEFT takes them, and their ranks.
     """
     from peft import LoraConfig
 
@@ -51,6 +53,8 @@ def lora_config(
         lora_alpha=alpha or 2 * r,  # type: ignore[arg-type]
         lora_dropout=dropout,
         target_modules=target_modules if isinstance(target_modules, str) else list(target_modules),
+        target_parameters=[name for name, _ in target_parameters] or None,
+        rank_pattern={f".*\\.{name}": rank for name, rank in target_parameters if rank != r},
         task_type="CAUSAL_LM" if hasattr(model, "prepare_inputs_for_generation") else None,  # an encoder has no task
     )
     if target_modules == ALL_LINEAR:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from seqtile._compat import attention_is_exchangeable, buffers_of
-from seqtile._errors import UserError, in_its_words, is_ours
+from seqtile._errors import UserError, in_its_words, passed_other_code
 from seqtile.planner.layer_structure import Counts
 from seqtile.planner.model_shapes import is_masked_lm
 from seqtile.planner.request import Request
@@ -19,7 +19,7 @@ from seqtile.planner.step_config import Setup
 from seqtile.planner.step_kind import StepKind
 
 _POSITIONS = ("position_ids", "token_type_ids")
-"""Names of the buffers, as long as the model has positions, that encoders take a row's part of."""
+"""Names of the buffers, as long as the model has positions, that models take a row's part of."""
 
 
 def check_attention(config: Any) -> None:
@@ -44,16 +44,16 @@ def in_one_sentence(config: Any) -> Iterator[None]:
     """Say in one sentence what a model's own code raises when it is run on shapes: of many kinds only some are tried.
 
     Raises:
-        UserError: in place of an exception that is not seqtile's own, and of any for an encoder.
+        UserError: in place of an exception inside the model's code, and of any for an encoder.
     """
     try:
         yield
     except UserError:
         raise
     except Exception as error:
-        if is_ours(error) and not is_masked_lm(config):
+        if not passed_other_code(error) and not is_masked_lm(config):
             raise
-        instead = "plan another encoder" if is_masked_lm(config) else "try another --attention, or plan another model"
+        instead = "plan another encoder" if is_masked_lm(config) else "try another attention, or use seqtile.apply"
         raise UserError(
             f"cannot plan model type {config.model_type!r}: a step does not run on fake tensors "
             f"({in_its_words(error)}); {instead}"
@@ -100,11 +100,6 @@ class EncoderStep(StepKind):
     def change_batch(self, model: Any, setup: Setup, batch: dict[str, Tensor]) -> None:
         ids = batch["input_ids"]
         batch |= {"labels": ids.clone(), **add_masks(model, ids)}
-
-    @contextmanager
-    def running(self, model: Any, setup: Setup, tokens: int) -> Iterator[None]:
-        lengthen_positions(model, tokens)
-        yield
 
     def check(self, request: Request, max_length: int | None) -> None:
         options, model_type = request.options, request.config.model_type

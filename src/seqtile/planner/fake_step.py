@@ -24,6 +24,7 @@ from seqtile.ops.attention.kernel_calls import is_attention
 from seqtile.ops.grad_accumulator import LOW, as_on_an_accelerator, products_sum_in_fp32
 from seqtile.ops.mlp_tile import Pass as MlpPass
 from seqtile.planner.accelerator_functions import accelerator_functions
+from seqtile.planner.encoders import lengthen_positions
 from seqtile.planner.flash_shapes import register_flash_shapes as register_flash
 from seqtile.planner.kinds import step_kinds_of
 from seqtile.planner.layer_structure import LayerSample, first_layers
@@ -62,7 +63,7 @@ def build(config: Any, setup: Setup, device: str, sample: LayerSample | None = N
         if not base.supports_gradient_checkpointing:
             raise UserError(
                 f"{type(base).__name__} of the installed transformers does not support activation checkpointing; "
-                "use --checkpoint none"
+                "use checkpoint none"
             )
         with warnings.catch_warnings():
             # Transformers 5.23 has another name for it, and warns; 5.0 has this one alone:
@@ -115,7 +116,7 @@ def build_bare(config: Any, setup: Setup, device: str, sample: LayerSample | Non
             what = "an encoder with a vision tower"
         elif config.model_type in ANY_SIZE + ONE_SIZE:
             what = "a language model with a vision tower"
-            instead = "its images too (--images N)"
+            instead = "its images too (seqtile plan --images N)"
         elif towers_of(config) and type(text := config.get_text_config()) in MODEL_FOR_CAUSAL_LM_MAPPING:
             what = "a language model with a vision or audio tower"
             instead = f"that of its language model alone ({text.model_type}), and count image tokens as text"
@@ -129,6 +130,11 @@ def build_bare(config: Any, setup: Setup, device: str, sample: LayerSample | Non
             "which plans do not support; drop the plan (and --fit)"
         )
 
+    if not isinstance(getattr(config.get_text_config(), "num_hidden_layers", None), int):
+        raise UserError(
+            f"model type {config.model_type!r} has no number of decoder layers (num_hidden_layers), which plans need; "
+            "use seqtile.apply"
+        )
     attention = register_flash() if setup.attention == "flash" else setup.attention
     classes = [auto for step_kind in step_kinds_of(config, setup) if (auto := step_kind.auto_class(config)) is not None]
     auto_class: Any = classes[0] if classes else AutoModelForCausalLM
@@ -165,6 +171,7 @@ def _add_lora(model: Any, setup: Setup, device: str) -> tuple[Any, list[str]]:
         adapters = lora_config(
             model, r=lora.r, alpha=lora.alpha, dropout=lora.dropout, target_modules=lora.target_modules,
             packs_experts=setup.packs_experts,
+            target_parameters=lora.target_parameters,
         )  # fmt: skip
         try:
             adapted = get_peft_model(model, adapters)
@@ -196,6 +203,7 @@ def fake_step(
         ):
             with live.phase(Phase(WEIGHTS)):
                 make_fake(built.model)
+            lengthen_positions(built.model, tokens)
             for step_kind in kinds:
                 running.enter_context(step_kind.running(built.model, setup, tokens))
             return tracked_step(built, setup, tokens, live)

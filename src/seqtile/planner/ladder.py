@@ -156,10 +156,11 @@ def choose_rung(request: Request, tokens: int, fixed: Mapping[str, Any], *, can_
     Raises:
         DoesNotFit: names the longest sequence that fits.
     """
-    tiles = {name: fixed.get(name, "auto") for name in ("tile", "loss_tile")}
+    sizes = ("tile", "loss_tile") if request.options.loss else ("tile",)
+    tiles = {name: fixed.get(name, "auto") for name in sizes}
     first = Planner(changed(request, checkpoint="layer", keep=0.0, **tiles), tokens)
     resolved = first.resolved(tokens).options
-    tiles = {"tile": resolved.tile, "loss_tile": resolved.loss_tile}
+    tiles = {name: getattr(resolved, name) for name in sizes}
     if can_carry(first.built.model):
         tiles["state"] = "auto"  # at the same products
     top = replace(request.options, **{name: DEFAULTS[name] for name in CHOSEN} | tiles)
@@ -329,6 +330,8 @@ def _reasons(settings: TilingOptions, tried: list[_Tried], fixed: Mapping[str, A
         "blocks": "untiled norms and projections would not fit" if rung.minimal_memory else "more is not needed",
         "heads": "all heads at once would not fit" if settings.heads else "all at once, as they fit",
     }  # fmt: skip
+    if settings.loss is None:
+        del reasons["loss_tile"]
     if settings.state is not None:
         reasons["state"] = "layers with a state run one tile at a time, with the same FLOPs"
     return {name: "as given" if name in fixed else why for name, why in reasons.items()} | (

@@ -20,12 +20,13 @@ PLANNED = TilingOptions(loss="tiled", loss_tile=4096, checkpoint="layer")
 
 @dataclass(frozen=True)
 class Lora:
-    """Low-rank adapters on the linear layers."""
+    """Low-rank adapters on the linear layers, and on parameters (of experts) by (name, rank)."""
 
     r: int = 16
     target_modules: str | tuple[str, ...] = "all-linear"
     alpha: float | None = None
     dropout: float = 0.0
+    target_parameters: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True)

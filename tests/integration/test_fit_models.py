@@ -1,0 +1,102 @@
+"""``seqtile.fit`` of any model ends in a choice or in one sentence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
+
+import seqtile
+from seqtile import UserError
+from seqtile._errors import RunError
+from seqtile.fitting import describe, find_adapters
+from seqtile.options import TilingOptions
+from seqtile.planner.memory_plan import Planner
+from tiny_models import tiny_config
+from zoo import causal_lm, vision_language_model
+
+CAUSAL = sorted(name for name in CONFIG_MAPPING if CONFIG_MAPPING[name] in MODEL_FOR_CAUSAL_LM_MAPPING)
+FAST = ("blt", "bart", "git", "gpt_neo", "mpt", "prophetnet", "qwen4_exp_text")
+"""Models with layers of several stacks, with a loss in their own code, or that a step on shapes does not run."""
+
+
+def on_meta(architecture: str) -> nn.Module:
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(tiny_config(architecture)).train()
+    except Exception as error:  # noqa: BLE001 - whatever transformers raises: there is no model to fit
+        pytest.skip(f"transformers {transformers.__version__} cannot build it: {type(error).__name__}")
+
+
+@pytest.mark.filterwarnings("ignore")  # of models' own code
+@pytest.mark.parametrize(
+    "architecture", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in CAUSAL]
+)
+def test_every_causal_model_ends_in_a_choice_or_one_sentence(architecture: str) -> None:
+    model = on_meta(architecture)
+    try:
+        report = seqtile.fit(model, max_length=64, device="80GiB")
+    except (UserError, RunError) as error:
+        assert "\n" not in str(error)
+    else:
+        assert report.settings is not None and report.why
+
+
+def classifier(kind: str) -> nn.Module:
+    auto: Any = getattr(transformers, f"AutoModelFor{kind}Classification")
+    model: nn.Module = auto.from_config(causal_lm("llama").config)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "word"),
+    [
+        (lambda: classifier("Sequence"), "LlamaForSequenceClassification"),  # a reward model
+        (lambda: classifier("Token"), "LlamaForTokenClassification"),
+        (lambda: transformers.AutoModel.from_config(causal_lm("llama").config), "LlamaModel"),
+        (lambda: vision_language_model(architecture="qwen2_5_vl"), "plan --images N"),
+    ],
+)
+def test_another_model_is_refused_by_what_it_is(model: Any, word: str) -> None:
+    """Not by a setting that nobody gave, or by a flag of another command alone."""
+    with pytest.raises(UserError, match=word) as error:
+        seqtile.fit(model(), max_length=64, device="16GiB")
+    assert "drop loss" not in str(error.value)
+
+
+def test_a_loss_of_none_stays() -> None:
+    report = seqtile.fit(causal_lm("llama"), max_length=64, device="16GiB", loss=None)
+    assert not report.loss and "loss_tile" not in dict(report.settings)
+    assert seqtile.fit(causal_lm("llama"), max_length=64, device="16GiB").loss
+
+
+def test_a_device_is_a_name_a_size_or_torchs() -> None:
+    with pytest.raises(UserError, match="got device=24"):
+        seqtile.fit(causal_lm("llama"), max_length=64, device=24)  # type: ignore[arg-type]
+
+
+def test_weights_on_the_meta_device_cannot_wait_on_the_host() -> None:
+    with torch.device("meta"):
+        model = causal_lm("llama")
+    with pytest.raises(UserError, match="meta device"):
+        seqtile.apply(model.requires_grad_(False), offload="weights", checkpoint="layer")
+
+
+@pytest.mark.filterwarnings("ignore:The following:RuntimeWarning")  # PEFT's, of its own patterns
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "v_proj"], []])
+def test_adapters_on_experts_are_planned_as_peft_adds_them(targets: Any) -> None:
+    """Also without any on a linear layer; ranks of fused experts are PEFT's own."""
+    peft = pytest.importorskip("peft", reason="peft is not installed: it comes with seqtile[train]")
+    parameters = None if targets == "all-linear" else ["experts.gate_up_proj", "experts.down_proj"]
+    config = peft.LoraConfig(r=4, target_modules=targets, target_parameters=parameters, task_type="CAUSAL_LM")
+    model = peft.get_peft_model(causal_lm("qwen3_moe"), config)
+    adapters = find_adapters(model)
+    assert adapters is not None and adapters.r == 4
+    request, _ = describe(model, TilingOptions(), device="16GiB")
+    trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
+    assert Planner(request, 64).counts.trained == trained
+    assert seqtile.fit(model, max_length=64, device="16GiB").tiled
