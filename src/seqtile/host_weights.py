@@ -193,11 +193,6 @@ class WeightStream:
             self.release(number, written=written)
         self.last_used = -1
 
-    def point_at_host(self) -> None:
-        """Let all parameters use the host's memory, until their layer is used again; nothing is freed."""
-        for layer in self.on_device.values():
-            layer.point_at_host()
-
     def _compute_stream(self) -> Any:
         return torch.accelerator.current_stream(self.device)
 
@@ -412,12 +407,11 @@ class HostWeights(Watched):
             self.warn("other code has replaced weights that waited on the host; they stay where it put them")
 
     def _after_forward(self, *_: Any) -> None:
-        """Until the backward, if there is one, whatever reads or writes weights reads and writes the host's."""
-        if self.stream is None or torch.compiler.is_compiling():
-            return
-        if torch.is_grad_enabled():
-            self.stream.point_at_host()
-        else:
+        """Whatever reads or writes weights from now on reads and writes the host's.
+
+        The last layer's are fetched again for the backward: adapters may be merged into the host's before it.
+        """
+        if self.stream is not None and not torch.compiler.is_compiling():
             self.stream.release_all()
 
     @property
@@ -435,7 +429,9 @@ class HostWeights(Watched):
         )
 
     def without_effect(self) -> list[str]:
-        if self.stream is not None and self.stream.fetched_bytes:
+        if self.stream is None:
+            return ["offload='weights' does not act on a copy of the model; call seqtile.apply on the copy"]
+        if self.stream.fetched_bytes:
             return []
         return ["offload='weights' fetched nothing in the first training step: the decoder layers' forward did not run"]
 

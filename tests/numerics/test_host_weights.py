@@ -12,6 +12,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointError
 
 import seqtile
 from numerics.test_adapter_kinds import replace_linears
@@ -224,7 +225,7 @@ def test_adapters_that_come_later() -> None:
 @pytest.mark.device
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_two_layers_at_most_are_on_the_device(reentrant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forward 0 to 3, then back to 0; the last two stay between them, so each of them is copied once."""
+    """Forward 0 to 3, then back to 0; none stays between them, when adapters may be merged into the host's values."""
     most: list[int] = []
     order: list[int] = []
     use, fetch = WeightStream.use, WeightStream._fetch
@@ -246,7 +247,7 @@ def test_two_layers_at_most_are_on_the_device(reentrant: bool, monkeypatch: pyte
     model.enable_input_require_grads()
     step(model)
     assert max(most) == 2
-    assert order == [0, 1, 2, 3, 1, 0]
+    assert order == [0, 1, 2, 3, 3, 2, 1, 0]
     stream = stream_of(model)
     assert stream.fetched_bytes == sum(stream.layers[n].nbytes for n in order)
     order.clear()
@@ -319,7 +320,7 @@ def test_inference_mode_before_training() -> None:
 
 @pytest.mark.device
 def test_adapters_merged_between_a_forward_and_its_backward() -> None:
-    """The merged weights are there afterwards, those of the layers that stay on the device for the backward too."""
+    """The merged weights are there afterwards, those of the layers that the backward begins with too."""
     plain, model = adapted(), adapted()
     seqtile.apply(model, blocks="none", offload="weights")
     model.gradient_checkpointing_disable()
@@ -422,6 +423,42 @@ def test_adapters_merged_while_layers_are_in_use(before: Callable[[nn.Module], N
         logits = [each.eval()(input_ids=tokens(1, 12)).logits for each in (model, plain)]
     torch.testing.assert_close(*logits, rtol=0, atol=0)
     torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()), rtol=0, atol=0)
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("checkpoint", ["none", "layer"])
+@pytest.mark.parametrize("layer", [0, LAYERS - 1])
+def test_adapters_merged_until_after_a_backward_that_raises(layer: int, checkpoint: str) -> None:
+    """The backward may end before a layer, or with it; the frozen weights are what they are without offload."""
+
+    def interrupt_gradient(_: nn.Module, args: Any, output: Tensor) -> None:
+        output.register_hook(_interrupted)
+
+    plain, model = adapted(), adapted()
+    options: Any = {"blocks": "none", "loss": "tiled", "checkpoint": checkpoint}
+    seqtile.apply(plain, **options)
+    seqtile.apply(model, **options, offload="weights")
+    states = []
+    for each in (model, plain):
+        hook = each.get_base_model().model.layers[layer].register_forward_hook(interrupt_gradient)
+        loss = each(input_ids=tokens(1, 12), labels=tokens(1, 12)).loss
+        each.base_model.merge_adapter()
+        with pytest.raises((KeyboardInterrupt, CheckpointError)):
+            loss.backward()
+        hook.remove()
+        each.base_model.unmerge_adapter()
+        states.append({name: weight.detach().clone() for name, weight in each.state_dict().items()})
+    torch.testing.assert_close(*states, rtol=0, atol=0)
+    for each in (model, plain):
+        each.zero_grad()
+    assert_equal(step(model), step(plain))
+
+
+def test_a_copy_says_that_its_weights_are_its_own(caplog: pytest.LogCaptureFixture) -> None:
+    model = adapted()
+    seqtile.apply(model, **CHECKPOINTED, offload="weights")
+    step(copy.deepcopy(model))
+    assert "copy" in caplog.text and "did not run" not in caplog.text
 
 
 @pytest.mark.device
