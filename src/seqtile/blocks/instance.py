@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from operator import is_
 from typing import Any
 
@@ -36,14 +36,14 @@ from seqtile.engines.zero12 import reduces_as_they_arrive
 from seqtile.ops.fused_norm import fused_norm
 from seqtile.ops.mlp import FusedWeights, fused_mlp
 from seqtile.ops.rng import RowWise
-from seqtile.ops.tile_checkpoint import NO_TENSORS, Weights, run_in_tiles
+from seqtile.ops.tile_checkpoint import NO_TENSORS, Changed, Weights, run_in_tiles
 from seqtile.ops.token_tiles import refuse_trace
 from seqtile.recognise.chain import Chain
 from seqtile.recognise.known_kernels import own_forward
 from seqtile.recognise.live_weights import row_wise
 from seqtile.recognise.packed_experts import is_packed
 from seqtile.recognise.proof import Mode, Proof, autocast_dtype, prove
-from seqtile.recognise.snapshot import Snapshot
+from seqtile.recognise.snapshot import SameSettings, Snapshot
 from seqtile.tiling import FUSED_WIDTHS, LIVE_WIDTHS, BlockShape, KeepRule, TileRule
 
 logger = first_rank_logger(__name__)
@@ -140,6 +140,11 @@ class Verdict:
         self._tensors: list[Tensor] = []
         self._operands: Operands | None = None
 
+    @cached_property
+    def settings(self) -> SameSettings:
+        """What the snapshot compares, for recomputes; asked for while it holds."""
+        return SameSettings(self.chain.modules, self.snapshot)
+
     def forget_weights(self) -> None:
         self._tensors, self._operands = [], None
 
@@ -217,6 +222,7 @@ class Installed(ForwardStandIn):
         self.setting = setting
         self._verdicts: dict[Mode, Verdict] = {}
         self._last: Verdict | None = None
+        self._settings: SameSettings | None = None
 
     @property
     def title(self) -> str:
@@ -224,7 +230,19 @@ class Installed(ForwardStandIn):
         return self.setting.name or type(self.module).__name__
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_verdicts": {}, "_last": None, "_view": None}  # of this very module
+        return {
+            **super().__getstate__(),
+            "_verdicts": {},
+            "_last": None,
+            "_settings": None,
+            "_view": None,
+        }  # of this very module
+
+    def settings_of(self, modules: Sequence[nn.Module]) -> SameSettings:
+        """What is set in them; that of the previous call while it holds."""
+        if self._settings is None or self._settings.modules != modules or not self._settings.holds():
+            self._settings = SameSettings(modules)
+        return self._settings
 
     def remove(self) -> None:
         """Put every attribute back as it was."""
@@ -311,9 +329,8 @@ class Installed(ForwardStandIn):
             return untiled()
         fused = operands.fused
         if fused is None or self.plainly is not None:
-            return self._in_tiles(
-                chain.modules, tensors, call, sizes, computed, isinstance(fused, FusedWeights), unpacked
-            )
+            fuses, changed = isinstance(fused, FusedWeights), verdict.settings.changed
+            return self._in_tiles(chain.modules, tensors, call, sizes, computed, fuses, unpacked, changed)
         if isinstance(fused, RowWise):
             assert verdict.proof.graph is not None
             return fused_norm(x, fused, verdict.proof.graph.outputs[2][2], sizes)
@@ -373,6 +390,7 @@ class Installed(ForwardStandIn):
     def _in_tiles(
         self, modules: Sequence[nn.Module], tensors: Sequence[Tensor], call: Callable[[list[Tensor]], Any],
         sizes: tuple[int, ...], computed: Mapping[str, Tensor], fused: bool, unpacked: Weights | None = None,
+        changed: Changed = str,
     ) -> Any:  # fmt: skip
         """The generic operator; where :attr:`plainly` is set, that in its place."""
         computed_names = frozenset(computed)  # a closure over the tensors would keep them until the backward
@@ -392,7 +410,7 @@ class Installed(ForwardStandIn):
             replaced = computed if unpacked is None else {**computed, **unpacked()}
             plain = (lambda tiles, aliases: run(tiles, {**replaced, **aliases})) if replaced else run
             return self.plainly(plain, tensors, sizes, fused)
-        return run_in_tiles(run, tensors, sizes, live_weights, computed, unpacked)
+        return run_in_tiles(run, tensors, sizes, live_weights, computed, unpacked, changed)
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def note_compiled(self) -> bool:

@@ -15,7 +15,7 @@ from seqtile.chunks.layer_cache import view_in_chunks
 from seqtile.chunks.layer_call import ChunkedCall
 from seqtile.engines.flat import ParameterSwap, call_with_weights
 from seqtile.ops.rng import Autocast, RandomState
-from seqtile.ops.tile_checkpoint import State, Weights, run_with_state
+from seqtile.ops.tile_checkpoint import Changed, State, Weights, run_with_state
 from seqtile.tiling import StateTiles
 
 
@@ -43,6 +43,7 @@ def run_segment(
     tensors: Sequence[Tensor],
     cuts: StateTiles,
     weights: Weights,
+    changed: Changed = str,
 ) -> Any:
     """Layers, one after another, on one chunk after another.
 
@@ -52,6 +53,7 @@ def run_segment(
         tensors: the first one's hidden states, and other arguments that require a gradient, layer by layer.
         cuts: sizes of the chunks, and those at which a document begins.
         weights: the live weights of all layers, each name after its layer's number.
+        changed: as for :func:`seqtile.ops.tile_checkpoint.run_in_tiles`.
 
     Memory:
         Between forward and backward: the hidden states, keys and values of every attending layer but the first, whose
@@ -91,7 +93,7 @@ def run_segment(
             with torch.no_grad(), autocast.on(), inside(), random.again(index):
                 calls[0].run(views[0], chunk, (), begins[index], starts[index], keys_only=True)
 
-    output = run_with_state(run, tensors, cuts.sizes, cuts.begins, weights, project_again)
+    output = run_with_state(run, tensors, cuts.sizes, cuts.begins, weights, project_again, changed)
     for call in calls if not torch.is_grad_enabled() else calls[:1]:
         if not torch.is_grad_enabled() or call.projects_again:
             for store in call.stores:

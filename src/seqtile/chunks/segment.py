@@ -166,13 +166,13 @@ class ChunkForward(Installed):
     def _run(self, recorded: list[tuple[ChunkForward, ChunkedCall]], checkpointed: bool) -> Any:
         """The node of a segment, under the last layer's activation checkpoint."""
         modules, calls = [forward.module for forward, _ in recorded], [call for _, call in recorded]
-        cuts = self._cuts(calls)
+        cuts, changed = self._cuts(calls), self.settings_of(modules).changed
         for forward, _ in recorded:
             forward.chunks = max(forward.chunks, len(cuts.sizes))
         tensors = calls[0].take() + [tensor for call in calls[1:] for tensor in call.take()[1:]]
 
         def run(*tensors: Tensor) -> Any:
-            return run_segment(modules, calls, tensors, cuts, partial(_weights_of, modules))
+            return run_segment(modules, calls, tensors, cuts, partial(_weights_of, modules), changed)
 
         if checkpointed and checkpoints_in_forward(self.module):
             return getattr(self.module, CHECKPOINT_FUNCTION)(run, *tensors)

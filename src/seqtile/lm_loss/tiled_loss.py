@@ -32,6 +32,7 @@ from seqtile.ops.lm_loss.cross_entropy import linear_cross_entropy
 from seqtile.ops.lm_loss.logits_tile import LogitScaling, Objective
 from seqtile.ops.lm_loss.module_head import module_cross_entropy, module_logprobs
 from seqtile.ops.lm_loss.token_logprobs import TokenScores, token_logprobs
+from seqtile.recognise.snapshot import SameSettings
 from seqtile.tiling import BlockShape, TileRule, head_sizes
 
 _LOSS_MARK = "_seqtile_loss"
@@ -351,6 +352,7 @@ class TiledLoss(ForwardStandIn, Watched):
     ) -> TokenScores:
         """Per-token scores through the same head."""
         names: list[str] = []
+        settings = SameSettings((head,))
 
         # What leaves the head's module is a tuple of tensors: engines hang on them what gathers the weight again before
         # its backward, and look into nothing else. Copies, since FSDP2 warns of a module that returns views.
@@ -369,7 +371,9 @@ class TiledLoss(ForwardStandIn, Watched):
 
         def module(rows: Tensor, call: Any, weights: Any, sizes: Any) -> tuple[Tensor, ...]:
             aim = Objective(scaling, ignore_index)
-            return tensors(module_logprobs(call, rows, targets, weights, sizes, head_width(head), aim))
+            return tensors(
+                module_logprobs(call, rows, targets, weights, sizes, head_width(head), aim, settings.changed)
+            )
 
         outputs = self.inside(head, hidden, plain, module)
         return TokenScores(**dict(zip(names, outputs, strict=True)))

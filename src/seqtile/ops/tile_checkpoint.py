@@ -39,6 +39,7 @@ from seqtile.ops.tile_linear import SumsOfLinears
 from seqtile.ops.token_tiles import Cuts, Outputs, SequenceCuts, is_differentiable, refuse_second_derivative
 
 Weights = Callable[[], Mapping[str, Tensor]]
+Changed = Callable[[], str]
 State = tuple[Tensor, ...]
 NO_TENSORS: Mapping[str, Tensor] = {}
 """A dict: dynamo cannot read a mapping proxy once the traced code has changed any dict."""
@@ -53,6 +54,7 @@ def run_in_tiles(
     weights: Weights = dict,
     computed: Mapping[str, Tensor] = NO_TENSORS,
     unpacked: Weights | None = None,
+    changed: Changed = str,
 ) -> Any:
     """Compute ``run(tensors, computed)`` one tile of rows at a time.
 
@@ -71,6 +73,8 @@ def run_in_tiles(
             the inputs, so a checkpoint around the layer computes them again, and each gets one gradient.
         unpacked: computes frozen weights by name from packed ones. It is called once for all tiles of the forward and
             once for all tiles of the backward, and its result is released in between.
+        changed: names a setting that ``run`` reads (an adapter's scaling, ``training``) and that is not what it was
+            before the forward, or returns "". Not compared where the forward itself changes one.
 
     Returns:
         What ``run(tensors, computed)`` returns. Outputs shaped like the first input but for the last dimension keep its
@@ -93,7 +97,8 @@ def run_in_tiles(
     Raises:
         ValueError: an output has no row per token, so the function is not position-wise.
         NotImplementedError: inside ``torch.jit.trace``; a backward with ``create_graph=True`` goes through the tiles.
-        RuntimeError: a weight is another one than in the forward; the graph was not retained for a second backward.
+        RuntimeError: a weight or a setting is another one than in the forward; the graph was not retained for a second
+            backward.
     """
     cuts = Cuts(tensors, sizes)
     if torch.compiler.is_compiling():
@@ -102,7 +107,9 @@ def run_in_tiles(
     if not torch.is_grad_enabled() or not any(t.requires_grad for t in (*tensors, *computed.values(), *live.values())):
         replaced = computed if unpacked is None else {**computed, **unpacked()}
         return _run_without_gradient(_without_state(run), tensors, cuts, computed=replaced)
-    return _run_with_gradient(_without_state(run), tensors, cuts, weights, live, computed=computed, unpacked=unpacked)
+    return _run_with_gradient(
+        _without_state(run), tensors, cuts, weights, live, computed=computed, unpacked=unpacked, changed=changed
+    )
 
 
 def run_with_state(
@@ -112,6 +119,7 @@ def run_with_state(
     begins: Collection[int] = (),
     weights: Weights = dict,
     before_backward: Callable[[Sequence[Tensor]], None] | None = None,
+    changed: Changed = str,
 ) -> Any:
     """Compute a layer that carries a state along the sequence, one tile of the sequence at a time.
 
@@ -126,7 +134,7 @@ def run_with_state(
         tensors: inputs that are split, each ``[B, T, ...]`` or ``[1, T, ...]``; the first is ``[B, T, D]``.
         sizes: tokens of each tile, in order; they sum to ``T``.
         begins: numbers of the tiles besides the first at which a sequence begins: they get no state.
-        weights: as for :func:`run_in_tiles`.
+        weights, changed: as for :func:`run_in_tiles`.
         before_backward: called with ``tensors`` before the first tile of a backward is recomputed.
 
     Returns:
@@ -146,7 +154,9 @@ def run_with_state(
     live = weights() if torch.is_grad_enabled() else {}
     if not torch.is_grad_enabled() or not any(t.requires_grad for t in (*tensors, *live.values())):
         return _run_without_gradient(run, tensors, cuts, begins)
-    return _run_with_gradient(run, tensors, cuts, weights, live, begins, before_backward=before_backward)
+    return _run_with_gradient(
+        run, tensors, cuts, weights, live, begins, before_backward=before_backward, changed=changed
+    )
 
 
 def _without_state(run: RunTiles) -> RunWithState:
@@ -176,6 +186,7 @@ def _run_with_gradient(
     computed: Mapping[str, Tensor] = NO_TENSORS,
     before_backward: Callable[[Sequence[Tensor]], None] | None = None,
     unpacked: Weights | None = None,
+    changed: Changed = str,
 ) -> Any:
     rows = cuts.rows(tensors)  # [N, D_i] each; along a sequence [B, T, ...]
     trained = {name: weight for name, weight in live.items() if weight.requires_grad}
@@ -192,6 +203,11 @@ def _run_with_gradient(
     random = TileStates(anchor.device)
 
     def run_tile(index: int, _: Tensor, *state: Tensor) -> Any:
+        if source.recomputes and compares and index == last_index and (setting := changed()):
+            raise RuntimeError(
+                f"cannot recompute a tile: {setting} is set otherwise in backward than in the block's forward; change "
+                "adapters, their scaling, dropout and training mode after backward"
+            )
         computed = source.computed()
         tiles = source.tiles(index)
         live = {**(same.check(weights()) if source.recomputes else weights()), **computed}
@@ -211,6 +227,8 @@ def _run_with_gradient(
         return result
 
     state: State = ()
+    last_index = len(cuts.sizes) - 1  # backward begins with it
+    compares = False
     try:
         for index, _ in cuts.numbered():
             # The identity hooks hide the tile's own bookkeeping from a checkpoint around the layer, which would
@@ -222,6 +240,7 @@ def _run_with_gradient(
             source.token = _Put.apply(gradients, source, index, source.token, *leaves)  # type: ignore[no-untyped-call]
             del result, leaves, entering
         del state
+        compares = not changed()  # a block that counts its calls changes itself
     finally:
         last = source.end_forward()
     joined = _Join.apply(gradients, output, last)  # type: ignore[no-untyped-call]

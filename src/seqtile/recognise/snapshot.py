@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Sequence
 from functools import partial
 from itertools import chain as chained
-from itertools import repeat, starmap
+from itertools import repeat, starmap, zip_longest
 from operator import attrgetter, call, is_, itemgetter
 from types import MethodType
 from typing import Any
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from seqtile._compat import BOOKKEEPING, BUFFERS, HOOKS, MODULES, PARAMETERS, children_of
-from seqtile._stand_in import attributes_without_stand_ins
+from seqtile._stand_in import ForwardStandIn, attributes_without_stand_ins
 from seqtile.counting.fake import PLAIN
 
 INTERNAL = frozenset(vars(nn.Module()))
@@ -90,6 +90,49 @@ class Snapshot:
             return False
 
 
+class SameSettings:
+    """What a tile reads of some modules besides tensors, for recomputes: the settings that its forward had.
+
+    Settings that were changed and set back may be other objects (PEFT's ``set_adapter`` makes a list), so where the
+    snapshot does not hold, values decide.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], snapshot: Snapshot | None = None) -> None:
+        self.modules, self._snapshot = modules, snapshot or Snapshot(modules)
+        self._settings = self._read()
+
+    def _read(self) -> list[dict[str, Any]]:
+        return [
+            {"class": type(module), **_plain_settings(attributes_without_stand_ins(module))}
+            for module in parts_of(self.modules)
+        ]
+
+    def holds(self) -> bool:
+        """Whether nothing was set, not even to the same value."""
+        return self._snapshot.holds()
+
+    def changed(self) -> str:
+        """The first setting that is another one now, such as ``"Linear.scaling"``, or ""."""
+        if self._snapshot.holds():
+            return ""
+        nothing: dict[str, Any] = {}
+        for before, now in zip_longest(self._settings, self._read(), fillvalue=nothing):
+            for name in {**before, **now}:
+                # An instance's own forward is a stand-in, or that of the call which is running.
+                if name not in ForwardStandIn.changed and before.get(name) != now.get(name):
+                    return f"{(now or before)['class'].__name__}.{name}"
+        return ""
+
+
+def _plain_settings(attributes: dict[str, Any]) -> dict[str, Any]:
+    """Of one module: what is no tensor, no child and no engine's bookkeeping, as values."""
+    return {
+        name: setting(value) for name, value in attributes.items()
+        if not isinstance(value, Tensor)
+        and (name == "training" or name not in INTERNAL and not name.startswith(BOOKKEEPING))
+    }  # fmt: skip
+
+
 def description(modules: Sequence[nn.Module]) -> tuple[Any, ...]:
     """A key that is equal for modules with one proof; it holds no module and no tensor."""
     parts = parts_of(modules)
@@ -108,10 +151,7 @@ def description(modules: Sequence[nn.Module]) -> tuple[Any, ...]:
         attributes = attributes_without_stand_ins(module)
         tensors = {**attributes[PARAMETERS], **attributes[BUFFERS]}
         tensors |= {name: value for name, value in attributes.items() if isinstance(value, Tensor)}
-        settings = {
-            name: setting(value) for name, value in attributes.items() if name not in tensors
-            and (name == "training" or name not in INTERNAL and not name.startswith(BOOKKEEPING))
-        }  # fmt: skip
+        settings = _plain_settings(attributes)
         described.append((
             type(module), getattr(type(module), "forward", None),
             tuple((name, kind_of(tensors[name])) for name in sorted(tensors)),

@@ -12,7 +12,7 @@ from seqtile._compat import tree_flatten, tree_unflatten
 from seqtile._shallow import view_of
 from seqtile.blocks.instance import inside
 from seqtile.engines.flat import ParameterSwap, call_with_weights
-from seqtile.ops.tile_checkpoint import State, Weights, run_with_state
+from seqtile.ops.tile_checkpoint import Changed, State, Weights, run_with_state
 from seqtile.state.state_cache import CarriedState, Key
 from seqtile.tiling import StateTiles
 
@@ -149,7 +149,10 @@ def forward_of(module: nn.Module) -> Callable[..., Any]:
     return partial(type(view).forward, view)
 
 
-def in_tiles(module: nn.Module, call: TileCall, tensors: Sequence[Tensor], cuts: StateTiles, weights: Weights) -> Any:
+def in_tiles(
+    module: nn.Module, call: TileCall, tensors: Sequence[Tensor], cuts: StateTiles, weights: Weights,
+    changed: Changed = str,
+) -> Any:  # fmt: skip
     """One call of ``module`` in tiles.
 
     Args:
@@ -158,6 +161,7 @@ def in_tiles(module: nn.Module, call: TileCall, tensors: Sequence[Tensor], cuts:
         tensors: those that are cut.
         cuts: where.
         weights: its live weights by name.
+        changed: as for :func:`seqtile.ops.tile_checkpoint.run_in_tiles`.
     """
     swap = ParameterSwap((module,))
 
@@ -170,4 +174,4 @@ def in_tiles(module: nn.Module, call: TileCall, tensors: Sequence[Tensor], cuts:
             result: tuple[Any, State] = call_with_weights(swap, named, (call_tile, tiles))
             return result
 
-    return run_with_state(run, tensors, cuts.sizes, cuts.begins, weights)
+    return run_with_state(run, tensors, cuts.sizes, cuts.begins, weights, changed=changed)

@@ -88,9 +88,10 @@ class StateForward(Installed):
         if why := self.proofs.why_not(module, call.tensors[0]):
             return self._whole(why, args, kwargs)
         self.refused, self.acted = "", True
+        changed = self.settings_of((module,)).changed
 
         def tiled(*tensors: Tensor) -> Any:
-            return in_tiles(module, call, tensors, cuts, lambda: dict(named_weights(module)))
+            return in_tiles(module, call, tensors, cuts, lambda: dict(named_weights(module)), changed)
 
         tensors, call.tensors = call.tensors, []  # must not keep alive what a checkpoint offloads
         try:

@@ -18,7 +18,7 @@ from seqtile.ops.lm_loss.head_nodes import NO_SECOND_DERIVATIVE, as_divisor, han
 from seqtile.ops.lm_loss.kept_tokens import KeptTokens, empty_gradient, read_rows, write_rows
 from seqtile.ops.lm_loss.logits_tile import HeadRows, LogNormaliser, Objective, TileTargets, Wanted
 from seqtile.ops.lm_loss.token_logprobs import TokenScores
-from seqtile.ops.tile_checkpoint import run_in_tiles
+from seqtile.ops.tile_checkpoint import Changed, run_in_tiles
 from seqtile.ops.token_tiles import refuse_second_derivative
 from seqtile.tiling import tile_ranges
 
@@ -60,7 +60,7 @@ def module_cross_entropy(
 
 def module_logprobs(
     run: HeadRun, hidden: Tensor, targets: Tensor, weights: Callable[[], Mapping[str, Tensor]], sizes: Sizes,
-    vocabulary: int, aim: Objective,
+    vocabulary: int, aim: Objective, changed: Changed = str,
 ) -> TokenScores:  # fmt: skip
     """Everything but candidates and the ``top_`` fields of :class:`TokenScores` under any head, without a reference.
 
@@ -80,7 +80,7 @@ def module_logprobs(
         return tuple(value.unsqueeze(-1) for value in results)  # [t, 1] each: one row per token
 
     rows = kept.take(hidden.reshape(-1, hidden.shape[-1]))  # [..., D] -> [N, D] -> [n, D]
-    parts = run_in_tiles(score, (rows, kept.targets.unsqueeze(-1)), sizes(len(kept)), weights)
+    parts = run_in_tiles(score, (rows, kept.targets.unsqueeze(-1)), sizes(len(kept)), weights, changed=changed)
     log_probs, entropy, argmax, squares, mean = (kept.spread(score.squeeze(-1)).view(targets.shape) for score in parts)
     return TokenScores(log_probs, entropy, argmax=argmax, log_sum_squares=squares, mean_logit=mean)
 
