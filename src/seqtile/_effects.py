@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from seqtile._compat import tree_iter
+from seqtile._compat import active_fake_mode, tree_iter
 from seqtile._log import first_rank_logger
 from seqtile._stand_in import StandIn
 
@@ -51,7 +51,8 @@ def which(chosen: Named, frozen: Named) -> str:
 
 def backbone_of(module: nn.Module) -> nn.Module:
     """The part of a model whose forward runs whatever stands over the model's own."""
-    return getattr(module, "base_model", module)  # type: ignore[return-value]
+    backbone: nn.Module = getattr(module, "base_model", module)
+    return backbone
 
 
 class Watched(StandIn):
@@ -89,6 +90,8 @@ class Watched(StandIn):
         if torch.compiler.is_compiling():
             if self.looks_while_compiling:
                 self._look_outside_the_graph()
+            return
+        if active_fake_mode() is not None:  # a plan's step
             return
         if backbone is not backbone_of(self.module):  # a copy of it, with the copied hook
             return

@@ -201,3 +201,8 @@ def test_pytorchs_flop_counter_leaves_tiles_on(settings: dict[str, Any], caplog:
     with FlopCounterMode(display=False) as counter:
         step(model)
     assert counter.get_total_flops() > 0 and not warned(caplog)
+
+
+def test_the_step_of_a_plan_is_not_the_first_training_step(caplog: pytest.LogCaptureFixture) -> None:
+    seqtile.fit(causal_lm("llama"), max_length=64, device="8GiB", tile=4096, loss_tile=16, heads=2, keep=0.0)
+    assert not warned(caplog)
