@@ -101,6 +101,11 @@ IDLE: dict[str, tuple[str, dict[str, Any], Change | None]] = {
     "state": ("state=64", dict(blocks="none", state=64), None),
     "chunk": ("chunk=64", dict(blocks="none", chunk=64), None),
     "chunk, hooks": ("chunk=8", dict(blocks="none", chunk=8), hooks_on_every_layer),
+    "chunk, compiled": ("chunk=8", dict(blocks="none", chunk=8), compile_layers),
+    "segment": (
+        "segment=2", dict(blocks="none", chunk=8, segment=2),
+        lambda model: model.gradient_checkpointing_enable({"use_reentrant": True}),
+    ),
     "state, hooks": ("state=5", dict(blocks="none", state=5), hooks_on_mixers),
     "state, compiled": ("state=5", dict(blocks="none", state=5), compile_layers),
     "state, compiled whole": (
@@ -113,7 +118,7 @@ ACTS: list[dict[str, Any]] = [
     dict(tile=5), dict(tile=5, path="fused", keep=0.5), dict(tile=5, blocks=WHOLE_LAYER), dict(tile=5, path="generic"),
     dict(tile=5, loss="tiled", checkpoint="attention-saved", offload=True, heads=1, state=5),
     dict(blocks="none", checkpoint="layer"), dict(blocks="none", offload="weights"), dict(heads="auto", state="auto"),
-    dict(blocks="none", chunk=8, checkpoint="layer"),
+    dict(blocks="none", chunk=8, checkpoint="layer"), dict(blocks="none", chunk=8, segment=2),
 ]  # fmt: skip
 
 
@@ -145,9 +150,8 @@ def test_an_option_without_effect_is_named_once(case: str, caplog: pytest.LogCap
 
 def test_every_option_has_a_case() -> None:
     named = {option for _, settings, _ in IDLE.values() for option in settings}
-    # Names that match nothing are refused at once; the head's tiles and kernel act where the loss does, segments
-    # where chunks do.
-    assert DEFAULTS.keys() - named <= {"only", "trust", "loss_tile", "loss_impl", "segment"}
+    # Names that match nothing are refused at once; the head's tiles and kernel act where the loss does.
+    assert DEFAULTS.keys() - named <= {"only", "trust", "loss_tile", "loss_impl"}
 
 
 @pytest.mark.parametrize("compiled", [False, True])

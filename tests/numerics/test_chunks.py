@@ -374,10 +374,61 @@ def test_tokens_that_see_later_ones(crosses: bool, chunks: int, caplog: pytest.L
     assert ("later chunks" in caplog.text) == crosses
 
 
+@pytest.mark.parametrize("segment", [1, 2, 4])
+def test_weights_that_layers_share_get_one_gradient(segment: int) -> None:
+    def shared(dtype: torch.dtype = torch.float32) -> Any:
+        model = build("llama", dtype)
+        layers = model.model.layers
+        layers[1].mlp.up_proj = layers[0].mlp.up_proj
+        layers[3].self_attn.q_proj.weight = layers[2].self_attn.q_proj.weight = layers[0].self_attn.q_proj.weight
+        return model
+
+    batch = batch_of()
+    truth, whole, model = in_double(step(shared(torch.float64), batch)), step(shared(), batch), shared()
+    seqtile.apply(model, chunk=64, segment=segment)
+    assert_all_no_worse(step(model, batch), whole, truth, factor=4.0, floor=2e-6)
+    assert chunks_of(model) == [3] * 4
+
+
+WITHIN = {"inside it": ".mlp", "on it": ""}
+
+
+@pytest.mark.parametrize("hooked", WITHIN)
+@pytest.mark.parametrize("segment", [2, 3, 4])
+def test_a_layer_with_hooks_runs_by_itself_or_its_segment_is_refused(segment: int, hooked: str) -> None:
+    """Its neighbours still run, and hooks see what they see in the whole model."""
+
+    def run(number: int, segment: int | None) -> tuple[dict[str, Tensor | None], list[Tensor]]:
+        model, seen = build("llama"), list[Tensor]()
+        if segment is not None:
+            seqtile.apply(model, chunk=64, segment=segment)
+        module = model.get_submodule(f"model.layers.{number}{WITHIN[hooked]}")
+
+        def look(_: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+            seen.append(output.detach())
+            return 0.5 * output
+
+        module.register_forward_hook(look)
+        return step(model, batch_of()), seen
+
+    ran = 0
+    for number in range(4):
+        expected, seen = run(number, None)
+        try:
+            got, seen_in_chunks = run(number, segment)
+        except UserError as error:
+            assert number % segment, error
+            continue
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(seen_in_chunks, seen)
+        ran += 1
+    assert ran == -(-4 // segment)
+
+
 def test_hidden_states_that_change_between_layers_of_a_segment_are_refused() -> None:
     model = build("llama")
     seqtile.apply(model, chunk=64, segment=2)
-    hook = model.model.layers[0].register_forward_hook(lambda layer, args, output: output + 1)
+    hook = model.model.layers[1].register_forward_pre_hook(lambda layer, args: (args[0] + 1, *args[1:]))
     with pytest.raises(UserError, match="segment=1"):
         step(model, batch_of())
     hook.remove()

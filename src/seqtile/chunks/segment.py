@@ -23,7 +23,7 @@ from seqtile._errors import UserError
 from seqtile.blocks.instance import Installed, inside_a_tile, logger
 from seqtile.checkpointing.reentrant import is_reentrant
 from seqtile.chunks.chunk_node import run_segment
-from seqtile.chunks.chunk_proof import UNKNOWN, ChunkProofs
+from seqtile.chunks.chunk_proof import UNKNOWN, ChunkProof, ChunkProofs
 from seqtile.chunks.layer_call import ChunkedCall
 from seqtile.engines.flat import is_flat_view, named_weights
 from seqtile.engines.zero12 import reduces_as_they_arrive
@@ -96,6 +96,8 @@ class ChunkForward(Installed):
     Attributes:
         chunks: most chunks of any call so far.
         refused: why its last call ran whole, or "".
+        together: whether some call so far shared its chunks with other layers.
+        alone_reason: why its last call could not, or "".
     """
 
     left_out_compiled = "chunk is ignored under torch.compile: compiled layers run whole"
@@ -105,6 +107,7 @@ class ChunkForward(Installed):
         self.chunk, self.segment, self.proofs = setting, segment, proofs
         self.cache = cache_argument(layer)
         self.chunks, self.refused = 0, ""
+        self.together, self.alone_reason = False, ""
 
     def note(self) -> str:
         of_layers = f", with {self.segment.layers} layers" if self.segment.layers > 1 else ""
@@ -123,6 +126,9 @@ class ChunkForward(Installed):
         cache = None if self.cache is None else given(args, kwargs, self.cache)
         if cache is not None and not torch.is_grad_enabled():
             return self.original(*args, **kwargs)  # generate() on a model in training mode
+        segment, position = self.segment, self.chunk.position
+        if not position:
+            segment.take()  # of a forward that ended in an error
         call = ChunkedCall(args, kwargs, self.cache, self._reads_positions())
         why = call.why_whole or self._hooked() or ("" if checkpointed else _why_not_without(cache))
         proof = UNKNOWN if why else self.proofs.of(self.module, call, args, kwargs)
@@ -130,12 +136,11 @@ class ChunkForward(Installed):
             return self._whole(why, args, kwargs)
         self.check()
         self.refused = ""
-        segment, hidden_states = self.segment, call.hidden_states
-        if not self.chunk.position:
-            segment.take()  # of a forward that ended in an error
-        alone = segment.layers == 1 or proof.returns_more or frees_weights(module) or is_reentrant(module)
+        hidden_states = call.hidden_states
+        self.alone_reason = self._why_alone(proof)
+        alone = segment.layers == 1 or bool(self.alone_reason)
         if segment.recorded and (alone or hidden_states is not segment.hidden_states):
-            self._refuse_segment()
+            self._refuse_segment(self.alone_reason or "hidden states change between them")
         cuts = self._cuts([call])
         if call.mask is not None and any(
             call.mask.reaches(start, start + size) for start, size in tile_ranges(cuts.sizes)
@@ -146,7 +151,7 @@ class ChunkForward(Installed):
             return self.original(*args, **kwargs)
         segment.hidden_states = hidden_states
         segment.recorded.append((self, call))
-        if not alone and len(segment.recorded) < segment.layers:
+        if not alone and position < segment.layers - 1:
             assert hidden_states is not None
             return proof.as_returned(hidden_states)
         return self._run(segment.take(), bool(checkpointed))
@@ -169,6 +174,7 @@ class ChunkForward(Installed):
         cuts, changed = self._cuts(calls), self.settings_of(modules).changed
         for forward, _ in recorded:
             forward.chunks = max(forward.chunks, len(cuts.sizes))
+            forward.together = forward.together or len(recorded) > 1
         tensors = calls[0].take() + [tensor for call in calls[1:] for tensor in call.take()[1:]]
 
         def run(*tensors: Tensor) -> Any:
@@ -181,12 +187,21 @@ class ChunkForward(Installed):
         with saved_tensors_hooks(_unchanged, _unchanged) if len(calls) > 1 else nullcontext():
             return run(*tensors)
 
-    def _refuse_segment(self) -> None:
+    def _why_alone(self, proof: ChunkProof) -> str:
+        """Why it cannot share its chunks with other layers, or ""."""
+        if proof.returns_more:
+            return f"{type(self.module).__name__} returns other tensors beside its hidden states"
+        if frees_weights(self.module):
+            return "weights are on the device for one layer at a time"
+        if not all(map(captures_nothing, foreign_hooks(self.module))):
+            return "hooks read a layer's hidden states"
+        return "reentrant checkpoints recompute one layer at a time" if is_reentrant(self.module) else ""
+
+    def _refuse_segment(self, why: str) -> None:
         self.segment.take()
         raise UserError(
             f"segment={self.segment.layers}: {self.chunk.name} ({type(self.module).__name__}) cannot be in one "
-            "segment with the layer before it: hidden states change between them, or an engine frees weights after "
-            "each layer; use segment=1"
+            f"segment with the layer before it: {why}; use segment=1"
         )
 
     def _hooked(self) -> str:
@@ -198,7 +213,7 @@ class ChunkForward(Installed):
 
     def _whole(self, why: str, args: Any, kwargs: Any) -> Any:
         if self.segment.recorded:
-            self._refuse_segment()
+            self._refuse_segment(f"it runs whole, because {why}")
         if torch.is_grad_enabled():
             self.refused = self.idle_reason = why
             if self.is_news(why):
@@ -227,8 +242,12 @@ def frees_weights(layer: nn.Module) -> bool:
 
 
 def _weights_of(modules: Sequence[nn.Module]) -> dict[str, Tensor]:
-    """The live weights of a segment, each name after its layer's number."""
-    return {f"{n}.{name}": weight for n, module in enumerate(modules) for name, weight in named_weights(module)}
+    """The live weights of a segment, each name after its layer's number; one that layers share is there once."""
+    names: dict[Tensor, str] = {}
+    for number, module in enumerate(modules):
+        for name, weight in named_weights(module):
+            names.setdefault(weight, f"{number}.{name}")
+    return {name: weight for weight, name in names.items()}
 
 
 def _unchanged(tensor: Tensor) -> Tensor:

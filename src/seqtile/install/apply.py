@@ -135,7 +135,7 @@ def apply(
             whole, and a warning names it. Blocks inside a chunk are not tiled again.
         segment: decoder layers that run on a chunk together. The input of a segment is kept instead of each layer's,
             and keys, values and states of its layers; one chunk's activations in all of them are alive in its
-            backward. Needs ``chunk``; 1 under engines that free a layer's weights (FSDP, ZeRO-3, weights on the host).
+            backward. Needs ``chunk``; acts as 1 under engines that free a layer's weights (FSDP, ZeRO-3).
 
     Returns:
         Report: what was tiled, what was not, and why.

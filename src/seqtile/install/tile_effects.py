@@ -83,7 +83,7 @@ class TileEffects(Watched):
             sentences += _idle(f"state={tile}", states, decides=tile == "auto")
         if chunks:
             tokens = chunks[0].chunk.tokens
-            sentences += _idle(f"chunk={tokens}", chunks, decides=tokens == "auto")
+            sentences += _idle(f"chunk={tokens}", chunks, decides=tokens == "auto") or _idle_segment(chunks)
         if any(block.acted for block in blocks):
             sentences += _idle_fused(blocks)
         return sentences
@@ -101,6 +101,15 @@ def _idle(option: str, forwards: Sequence[Installed], *, decides: bool) -> list[
     if not any(forward.called for forward in forwards):
         return [f"{option} {_IDLE}: no forward that it changed was called"]
     return [] if decides else [f"{option} {_IDLE}: the batch fits in one part"]
+
+
+def _idle_segment(chunks: Sequence[ChunkForward]) -> list[str]:
+    """A sentence if no layers shared their chunks although ``segment`` asks for it."""
+    reasons = dict.fromkeys(forward.alone_reason for forward in chunks if forward.alone_reason)
+    segment = chunks[0].chunk.segment
+    if segment == 1 or not reasons or any(forward.together for forward in chunks):
+        return []
+    return [f"segment={segment} {_IDLE}: {'; '.join(reasons)}"]
 
 
 def _idle_fused(blocks: Sequence[Installed]) -> list[str]:
