@@ -26,7 +26,8 @@ STATES = [family for families in FAMILIES.values() for family in families[:2]]
 CAUSAL = sorted(name for name in CONFIG_MAPPING if CONFIG_MAPPING[name] in MODEL_FOR_CAUSAL_LM_MAPPING)
 
 DIFFERENT = {
-    "gptj": "its rotary angles are wider than one head",
+    "xlstm": "its number of layers is derived from other fields, so that all 32 stay",
+    "zaya": "two norms run in tiles in the tiny model alone",
 }
 """Architectures that are tiled differently at released sizes, and why."""
 
