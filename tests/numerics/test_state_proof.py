@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import seqtile
 from numerics._states import FAMILIES, carrier_of, model_of
 from seqtile.state.state_cache import CarriedState, cache_argument
-from seqtile.state.state_proof import StateProofs
+from seqtile.state.state_proof import StateProofs, _random_like, _Trial
 from tiny_models import HIDDEN
 
 BOTH = ("recurrent", "convolution")
@@ -172,3 +172,12 @@ def test_a_trial_leaves_nothing_behind() -> None:
         assert StateProofs().why_not(layer, x) == ""
         gc.collect()
         assert live.now == before
+
+
+def test_a_trial_draws_on_the_cpu_whatever_the_default_device() -> None:
+    """As with ``torch.set_default_device("cuda")``, under which a generator of the CPU draws only where it is named."""
+    model = model_of("qwen3_next")
+    layer, x = model.get_submodule(carrier_of(model).whole), torch.zeros(1, 3, HIDDEN)
+    expected, upstream = _Trial(layer, x).x, _random_like(x)
+    with torch.device("meta"):
+        assert torch.equal(_Trial(layer, x).x, expected) and torch.equal(_random_like(x), upstream)

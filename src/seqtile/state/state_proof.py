@@ -142,7 +142,7 @@ def _not_handed_on(state: str) -> str:
 
 
 def _random_like(value: Tensor) -> Tensor:
-    random = torch.randn(value.shape, generator=torch.Generator().manual_seed(1))
+    random = torch.randn(value.shape, generator=torch.Generator("cpu").manual_seed(1), device="cpu")
     return random.to(value.device, value.dtype)
 
 
@@ -154,9 +154,9 @@ class _Trial:
     """A layer with weights of its own to differentiate by, and inputs."""
 
     def __init__(self, module: nn.Module, x: Tensor) -> None:
-        random = torch.Generator().manual_seed(0)
-        self.x = torch.randn(2, TOKENS, x.shape[-1], generator=random).to(x.device, x.dtype)
-        self.upstream = torch.randn(2, TOKENS, x.shape[-1], generator=random).to(x.device, x.dtype)
+        shape, random = (2, TOKENS, x.shape[-1]), torch.Generator("cpu").manual_seed(0)
+        self.x = torch.randn(shape, generator=random, device="cpu").to(x.device, x.dtype)
+        self.upstream = torch.randn(shape, generator=random, device="cpu").to(x.device, x.dtype)
         self.mask = torch.ones(2, TOKENS, dtype=torch.long, device=x.device)
         self.mask[1, :PADDING] = 0
         self.module, self.cache = module, cache_argument(module)
