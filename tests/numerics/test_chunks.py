@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -58,7 +59,14 @@ ROUNDED_TO_NOTHING = ("A_log", "dt_bias")
 """Parameters whose gradient is a small difference of large numbers, untiled too."""
 
 
+STATES = {"qwen3_5_text", "lfm2", "falcon_h1"}
+HANDS_STATES_ON = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 16)
+"""Earlier versions drop a state that is given to more than one token."""
+
+
 def build(family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+    if family in STATES and not HANDS_STATES_ON:
+        pytest.skip(f"transformers {transformers.__version__} drops a state that is given to more than one token")
     torch.manual_seed(0)
     settings = {**SIZES, **FAMILIES[family], **changes}
     attention = settings.pop("attn_implementation", None)
@@ -342,7 +350,7 @@ def test_attention_dropout_runs_whole_and_says_so(caplog: pytest.LogCaptureFixtu
     step(model, batch_of())
     assert chunks_of(model) == [0] * 4
     assert "attention dropout" in caplog.text
-    assert [record.levelno for record in caplog.records].count(logging.WARNING) == 4
+    assert caplog.text.count("attention dropout") == 4 + 1  # each layer, and the option
 
 
 def test_padding_longer_than_a_chunk() -> None:
@@ -456,7 +464,8 @@ def test_an_exception_in_a_segment_leaves_nothing_behind() -> None:
 def qkv(dtype: torch.dtype, heads: int = 6, keys: int = 2, tokens: int = 90, width: int = 8, value: int = 8) -> Any:
     generator = torch.Generator().manual_seed(0)
     shapes = ((2, heads, tokens, width), (2, keys, tokens, width), (2, keys, tokens, value), (2, heads, tokens, value))
-    q, k, v, upstream = (torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes)
+    drawn = [torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu") for shape in shapes]
+    q, k, v, upstream = (x.to(torch.get_default_device(), dtype) for x in drawn)
     return [x.requires_grad_() for x in (q, k, v)], upstream
 
 
@@ -598,12 +607,9 @@ def test_joined_pieces_are_as_exact_as_one_kernel(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("width", [64, 128])
 def test_kernels_of_a_gpu_join(kernel: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(piece_kernels, "_kernel", lambda *_: getattr(piece_kernels, kernel))
-    device = torch.get_default_device()
     inputs, upstream = qkv(torch.bfloat16, heads=8, tokens=1536, width=width, value=width)
-    inputs = [x.detach().to(device).requires_grad_() for x in inputs]
-    upstream = upstream.to(device)
     exact = [x.detach().double().requires_grad_() for x in inputs]
-    truth = plain_attention(*exact, visible_to(1536).to(device))
+    truth = plain_attention(*exact, visible_to(1536))
     truths = torch.autograd.grad(truth, exact, upstream.double())
     untiled = F.scaled_dot_product_attention(*inputs, is_causal=True, scale=0.3, enable_gqa=True)
     expected = torch.autograd.grad(untiled, inputs, upstream)

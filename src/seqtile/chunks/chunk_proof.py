@@ -164,7 +164,9 @@ def _from_zero(position_ids: Tensor) -> Tensor:
 
 def _gradients(run: Callable[[], Tensor], x: Tensor, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     output = run()
-    upstream = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(output.device, output.dtype)
+    upstream = torch.randn(output.shape, generator=torch.Generator("cpu").manual_seed(1), device="cpu").to(
+        output.device, output.dtype
+    )
     names = ["its input's gradient", *(name.removeprefix("0.") for name in weights)]
     gradients = torch.autograd.grad(output, [x, *weights.values()], upstream, allow_unused=True)
     zeros = [
@@ -180,7 +182,7 @@ class _Shortened:
     def __init__(self, call: ChunkedCall, tokens: int, rows: int) -> None:
         self._call, self._tokens, self._rows = call, tokens, rows
         width = call.hidden_states.shape[-1]  # type: ignore[union-attr]
-        drawn = torch.randn(rows, tokens, width, generator=torch.Generator().manual_seed(0))
+        drawn = torch.randn(rows, tokens, width, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
         self.hidden_states = drawn.to(call.device, call.dtype).requires_grad_()
 
     def __call__(self, value: Any) -> Any:

@@ -130,7 +130,7 @@ class ChunkForward(Installed):
         if not position:
             segment.take()  # of a forward that ended in an error
         call = ChunkedCall(args, kwargs, self.cache, self._reads_positions())
-        why = call.why_whole or self._hooked() or ("" if checkpointed else _why_not_without(cache))
+        why = call.why_whole or self._hooked() or ("" if checkpointed else _why_not_without(cache, module))
         proof = UNKNOWN if why else self.proofs.of(self.module, call, args, kwargs)
         if why := why or proof.why_not:
             return self._whole(why, args, kwargs)
@@ -221,12 +221,15 @@ class ChunkForward(Installed):
         return self.original(*args, **kwargs)
 
 
-def _why_not_without(cache: Any) -> str:
+def _why_not_without(cache: Any, layer: nn.Module) -> str:
     """Why a layer that was called with a cache cannot run without it: the cache holds something already."""
     if cache is None:
         return ""
     try:
-        empty = not cache.get_seq_length()
+        number = next((module.layer_idx for module in layer.modules() if hasattr(module, "layer_idx")), 0)
+        empty = not cache.get_seq_length(number)
+    except ValueError:  # of a layer that keeps a state
+        empty = not cache.has_previous_state(number)
     except (AttributeError, NotImplementedError, TypeError):
         empty = False
     return "" if empty else "it was called with a cache; pass use_cache=False"
