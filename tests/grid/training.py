@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from grid.cases import RATE, Case, Trained, assert_equal, named, tile
 from seqtile import UserError
 from seqtile.blocks.instance import installed_forwards
+from seqtile.chunks.segment import ChunkForward
 from seqtile.lm_loss.tiled_loss import standing_losses
 from seqtile.state.tiled_state import StateForward
 
@@ -89,6 +90,12 @@ class Parallel:
         carriers = [carrier for carrier in installed_forwards(model) if isinstance(carrier, StateForward)]
         assert bool(carriers) == (tiled and "state" in case.more)
         assert not any(carrier.told for carrier in carriers), [carrier.told for carrier in carriers]
+        chunked = [forward for forward in installed_forwards(model) if isinstance(forward, ChunkForward)]
+        assert bool(chunked) == (tiled and "chunk" in case.more)
+        longest = case.lengths[rank] + case.grow * (case.steps * case.micro_steps - 1)
+        for forward in chunked:
+            expected = -(-longest // case.more["chunk"])
+            assert not forward.refused and max(forward.chunks, 1) == expected, (forward.refused, forward.chunks)
         weights = parallel.weights()
         parallel.close()
         return Trained(history, weights)

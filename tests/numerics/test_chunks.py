@@ -398,6 +398,21 @@ def test_weights_that_layers_share_get_one_gradient(segment: int) -> None:
     assert chunks_of(model) == [3] * 4
 
 
+@pytest.mark.parametrize("blocks", ["none", "auto"])
+def test_verify_compares_chunks(blocks: str) -> None:
+    """What is counted as cut is the layers, whose blocks are not cut again."""
+    model = build("llama")
+    seqtile.apply(model, chunk=64, segment=2, blocks=blocks)
+    result = seqtile.verify(model, batch_of())
+    assert result.ok and (result.ran.blocks, result.ran.cut, result.ran.tiles) == (4, 4, 3), result
+    assert not seqtile.verify(model, batch_of(tokens=60)).ok  # one chunk proves nothing
+    store = KeyValues.gradients
+    with pytest.MonkeyPatch.context() as patched:  # gradients of earlier chunks' keys are lost
+        patched.setattr(KeyValues, "gradients", lambda self, end: [x.zero_() for x in store(self, end)])
+        assert not seqtile.verify(model, batch_of()).ok
+    seqtile.undo(model)
+
+
 WITHIN = {"inside it": ".mlp", "on it": ""}
 
 

@@ -190,9 +190,9 @@ def test_libraries_that_no_run_asked_for_are_silent(library: str) -> None:
 
 def test_each_number_of_what_ran_stands_beside_what_it_counts() -> None:
     """The tokens are a batch's: "8 tiles of 4,096 tokens" would read as 4,096 tokens a tile."""
-    assert str(Runs(4, 4, 8, 4096, "512")) == "batches of up to 4,096 tokens were cut into up to 8 tiles"
-    assert str(Runs(4, 2, 8, 4096, "512")) == "2 of 4 blocks cut batches of up to 4,096 tokens into up to 8 tiles"
-    assert str(Runs(4, 0, 1, 0, "512")) == "no tiled block ran (tile=512)"
+    assert str(Runs(4, 4, 8, 4096, "tile=512")) == "batches of up to 4,096 tokens were cut into up to 8 tiles"
+    assert str(Runs(4, 2, 8, 4096, "tile=512")) == "2 of 4 blocks cut batches of up to 4,096 tokens into up to 8 tiles"
+    assert str(Runs(4, 0, 1, 0, "tile=512")) == "no tiled block ran (tile=512)"
 
 
 def test_a_record_in_words() -> None:

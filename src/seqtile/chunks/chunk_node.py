@@ -60,7 +60,7 @@ def run_segment(
         are projected from the hidden states again, and states at each chunk's beginning. In the backward: gradients of
         the segment's keys and values, and one chunk's activations in all its layers.
     """
-    swap, views = ParameterSwap(modules), [view_in_chunks(module) for module in modules]
+    swap = ParameterSwap(modules)
     begins, starts = _positions(cuts)
     autocast, random = Autocast.of(tensors[0]), _Randoms(modules[0], tensors[0].device)
 
@@ -68,9 +68,10 @@ def run_segment(
         states, extra, result = list(state), list(tiles[1:]), None
         left: list[Tensor] = []
         hidden_states = tiles[0]
-        for view, call in zip(views, calls, strict=True):
+        for module, call in zip(modules, calls, strict=True):
             own = [extra.pop(0) for _ in range(call.extra)]
             before = tuple([states.pop(0) for _ in range(call.states if state else 0)])
+            view = view_in_chunks(module)  # FSDP1 keeps weights as attributes, which a view has as they now are
             result, after = call.run(view, [hidden_states, *own], before, begins[index], starts[index])
             hidden_states = next(leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
             left += after
@@ -91,7 +92,7 @@ def run_segment(
         for index, size in enumerate(cuts.sizes):
             chunk = [tensor.narrow(1, starts[index], size) for tensor in whole[: 1 + calls[0].extra]]
             with torch.no_grad(), autocast.on(), inside(), random.again(index):
-                calls[0].run(views[0], chunk, (), begins[index], starts[index], keys_only=True)
+                calls[0].run(view_in_chunks(modules[0]), chunk, (), begins[index], starts[index], keys_only=True)
 
     output = run_with_state(run, tensors, cuts.sizes, cuts.begins, weights, project_again, changed)
     for call in calls if not torch.is_grad_enabled() else calls[:1]:

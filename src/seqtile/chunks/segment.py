@@ -147,6 +147,8 @@ class ChunkForward(Installed):
         ):
             return self._whole("its mask lets tokens see tokens of later chunks", args, kwargs)
         self.called, self.acted = True, self.acted or len(cuts.sizes) > 1
+        self.most_tiles = max(self.most_tiles, len(cuts.sizes))
+        self.most_tokens = max(self.most_tokens, call.batch * call.tokens)
         if alone and len(cuts.sizes) == 1 and checkpointed and not reduces_as_they_arrive(module.parameters()):
             return self.original(*args, **kwargs)
         segment.hidden_states = hidden_states

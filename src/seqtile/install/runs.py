@@ -8,6 +8,7 @@ from torch import nn
 
 from seqtile.blocks.instance import installed_forwards
 from seqtile.blocks.norms_and_projections import TiledRows
+from seqtile.chunks.segment import ChunkForward
 from seqtile.headwise.install_heads import HeadLayer, HeadWise
 from seqtile.state.tiled_state import StateForward
 
@@ -17,11 +18,11 @@ class Runs:
     """The calls since :func:`forget_runs`; ``str(runs)`` is one phrase.
 
     Attributes:
-        blocks: tiled blocks.
+        blocks: tiled blocks, and decoder layers that ran in chunks in place of the blocks inside.
         cut: those of them that ran in more than one tile.
         tiles: the most tiles of a call.
         tokens: the most tokens of a call, batch times length on this rank.
-        rule: the tile rule of the blocks, as it was given.
+        rule: the tile rule of the blocks, or the tokens of a chunk, as it was given.
     """
 
     blocks: int
@@ -37,7 +38,7 @@ class Runs:
                 if self.tokens
                 else "no tiled block ran"
             )
-            return f"{what} (tile={self.rule})"
+            return f"{what} ({self.rule})"
         # The tokens are those of a whole batch, not of a tile, so each number comes with its unit.
         batches, tiles = f"batches of up to {self.tokens:,} tokens", f"into up to {self.tiles:,} tiles"
         if self.cut == self.blocks:
@@ -56,15 +57,26 @@ def what_ran(model: nn.Module) -> Runs:
 
     Norms, projections, layers with a state and attention that runs in passes are no blocks.
     """
+    forwards = installed_forwards(model)
+    in_chunks = {forward.chunk.name for forward in forwards if isinstance(forward, ChunkForward) and forward.most_tiles}
     tiles: dict[str, int] = {}
     rules: dict[str, None] = {}
     tokens = 0
-    for forward in installed_forwards(model):
-        if not isinstance(forward, TiledRows | StateForward | HeadWise | HeadLayer):
-            name = forward.setting.name
-            tiles[name] = max(forward.most_tiles, tiles.get(name, 0))
-            tokens = max(tokens, forward.most_tokens)
-            rules[str(forward.setting.rule)] = None
+    for forward in forwards:
+        if isinstance(forward, TiledRows | StateForward | HeadWise | HeadLayer):
+            continue
+        if isinstance(forward, ChunkForward):
+            if not forward.most_tiles:  # its blocks ran instead, or nothing did
+                continue
+            rule = f"chunk={forward.chunk.tokens}"
+        elif forward.setting.layer in in_chunks:
+            continue
+        else:
+            rule = f"tile={forward.setting.rule}"
+        name = forward.setting.name
+        tiles[name] = max(forward.most_tiles, tiles.get(name, 0))
+        tokens = max(tokens, forward.most_tokens)
+        rules[rule] = None
     return Runs(
         len(tiles), sum(n > 1 for n in tiles.values()), max(tiles.values(), default=0), tokens, ", ".join(rules)
     )
