@@ -68,7 +68,7 @@ def build(family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> An
     if family in STATES and not HANDS_STATES_ON:
         pytest.skip(f"transformers {transformers.__version__} drops a state that is given to more than one token")
     torch.manual_seed(0)
-    settings = {**SIZES, **FAMILIES[family], **changes}
+    settings = {**SIZES, **FAMILIES.get(family, {}), **changes}
     attention = settings.pop("attn_implementation", None)
     config = AutoConfig.for_model(family, **settings)
     return AutoModelForCausalLM.from_config(config, attn_implementation=attention).to(dtype).train()
@@ -664,3 +664,20 @@ def test_chunk_sizes(tokens: int, batch: int, chunk: int | str, sizes: tuple[int
 
 def test_kernels_exist() -> None:
     assert has_kernel("aten::_scaled_dot_product_flash_attention_for_cpu_backward", "CPU")
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "mixtral"])
+@pytest.mark.parametrize("segment", [1, 2])
+def test_balance_losses_are_those_of_whole_layers(family: str, segment: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Router logits are captured inside layers, which run whole then, and are named."""
+    settings: dict[str, Any] = dict(output_router_logits=True, router_aux_loss_coef=0.3)
+    if family == "mixtral":
+        settings |= dict(num_local_experts=6, num_experts_per_tok=2)
+    batch, model = batch_of(), build(family, **settings)
+    expected = step(build(family, **settings), batch)
+    seqtile.apply(model, chunk=64, segment=segment, blocks="none")
+    torch.testing.assert_close(step(model, batch), expected)
+    assert chunks_of(model) == [0] * 4 and "runs whole" in caplog.text
+    model.config.output_router_logits = False
+    step(model, batch)
+    assert chunks_of(model) == [3] * 4
