@@ -19,6 +19,7 @@ import seqtile
 from numerics._errors import assert_all_no_worse, assert_no_worse
 from seqtile import UserError
 from seqtile._compat import has_kernel
+from seqtile.checkpointing.host_offload import HostMemory
 from seqtile.chunks.segment import ChunkForward
 from seqtile.counting import count_live_bytes, count_products
 from seqtile.ops.attention import piece_kernels, prefix
@@ -287,6 +288,22 @@ def test_products_are_those_of_checkpointed_layers_but_for_keys_and_values() -> 
         whole, in_chunks = products(frozen), products(frozen, chunk=64)
         assert in_chunks - whole <= 4 * again, frozen
         assert products(frozen, chunk=64, segment=4) <= whole + again + 3 * 2 * 150 * hidden * 72, frozen
+
+
+@pytest.mark.parametrize("segment", [1, 2, 4])
+def test_a_segment_moves_one_hidden_state_to_the_host(segment: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    moved, park = [0], HostMemory.park
+
+    def counted(memory: HostMemory, tensor: Tensor) -> Any:
+        moved[0] += tensor.nbytes
+        return park(memory, tensor)
+
+    monkeypatch.setattr(HostMemory, "park", counted)
+    model = build("llama")
+    seqtile.apply(model, chunk=64, segment=segment, offload=True)
+    step(model, batch_of())
+    assert moved[0] == 4 // segment * 2 * 150 * SIZES["hidden_size"] * 4
+    assert chunks_of(model) == [3] * 4
 
 
 def test_memory_is_bounded_by_the_chunk() -> None:
