@@ -81,8 +81,8 @@ def fit(
 
     Replaces the search for arguments of :func:`seqtile.apply`. The plan runs the training step on fake tensors and
     takes the fastest settings whose high estimate fits: ``tile``, ``loss``, ``loss_tile``, ``checkpoint``, ``offload``,
-    ``heads``, ``keep``, ``blocks`` and ``state``. Call it before an engine wraps the model, before or after adapters
-    are added. Activation checkpointing that is on stays on.
+    ``heads``, ``keep``, ``blocks``, ``state``, ``chunk`` and ``segment``. Call it before an engine wraps the model,
+    before or after adapters are added. Activation checkpointing that is on stays on.
 
     Args:
         model: a causal language model of transformers. Parameters that require a gradient train; rank and layers of
@@ -232,6 +232,7 @@ def choose(
         "checkpoint": options.checkpoint or "none", "keep": options.keep,
         "offload": options.offload if isinstance(options.offload, str) else str(options.offload).lower(),
         "blocks": options.blocks, "heads": options.heads or "all", "state": options.state or "whole",
+        "chunk": options.chunk, "segment": options.segment,
     }  # fmt: skip
     why += [f"{name} {chosen_values[name]}: {rung.reasons[name]}" for name in chosen_values if name in rung.reasons]
     return Choice(options, tuple(why), estimate)

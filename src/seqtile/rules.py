@@ -168,6 +168,8 @@ class Combination:
             )
         if self.cp_size > 1:
             return f"does not support ring attention ({self.split}); use checkpoint 'layer'"
+        if self.options.chunk:
+            return "does not support chunks, which compute attention again; use checkpoint 'layer'"
         return None
 
 

@@ -41,7 +41,7 @@ MINIMAL_MEMORY = {"blocks": "mlp+norm+projections", "heads": 1}
 class Planned:
     """A planner whose numbers can be read off :data:`TAKES`."""
 
-    share_saved, spread = 0.2, 2
+    share_saved, spread, spared = 0.2, 2, 0
 
     def __init__(self, request: Any, tokens: int | None = None, like: Any = None) -> None:
         self.request, self.counts = request, None
@@ -64,6 +64,7 @@ class Planned:
         takes = TAKES[options.checkpoint, bool(options.offload_room)] + tile / 1024 + 10 * options.keep
         takes -= WEIGHTS * options.weights_on_host
         takes -= 4 * (options.heads is not None) + (options.blocks != "auto")
+        takes -= self.spared * options.segment * (options.chunk is not None)
         return SimpleNamespace(
             device=Bounds(*(GIB * (takes + more) for more in (-self.spread, 0, self.spread))),
             peak_at="head",
@@ -163,6 +164,36 @@ def test_frozen_weights_go_to_the_host_after_all_else(
     keep, rest = found.settings.keep, MINIMAL_MEMORY if minimal_memory else {}
     assert found.settings == settings(checkpoint, offload, tile, found.settings.loss_tile, keep, **rest)  # type: ignore[arg-type]
     assert ("weights" in str(offload)) == ("frozen weights" in found.reasons["offload"])
+
+
+@pytest.mark.parametrize(
+    ("memory", "segment", "offload"), [(49, None, False), (44, 1, False), (38, 4, False), (25, None, True)]
+)
+def test_chunks_come_before_the_host_and_four_layers_after_one(
+    memory: float, segment: int | None, offload: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Planned, "spared", 6)
+    monkeypatch.setattr(module, "can_carry", lambda _: True)  # tiles of states, which chunks take the place of
+    found = ask(memory).settings
+    assert found.offload == offload and found.chunk == (None if segment is None else "auto")
+    if segment is not None:
+        assert found == settings("layer", False, 8192, 2048, chunk="auto", segment=segment)
+        assert {"chunk", "segment"} <= ask(memory).reasons.keys()
+    assert ask(44, tokens=8192).settings.chunk is None  # a single chunk
+
+
+@pytest.mark.parametrize("given", [{"heads": 1}, {"blocks": "mlp+norm+projections"}, {"state": 512}, {"chunk": None}])
+def test_no_chunks_beside_what_bounds_the_same(given: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Planned, "spared", 6)
+    assert ask(36, given=given).settings.chunk is None
+
+
+def test_chunks_that_are_given_stay_on_every_rung(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "can_carry", lambda _: True)
+    for memory in (200, 69, 34):
+        found = ask(memory, given={"chunk": 4096}).settings
+        assert (found.chunk, found.segment, found.state, found.heads) == (4096, 1, None, None)
+        assert found.checkpoint != "attention-saved"
 
 
 def test_frozen_weights_go_to_the_host_first_where_they_alone_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:

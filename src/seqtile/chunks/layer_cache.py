@@ -20,7 +20,11 @@ from seqtile.state.state_cache import CarriedState, Key
 CHUNK_ATTENTION = "seqtile_chunks"
 """Name of the attention function in Transformers' registry."""
 
-REPLACED = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4")
+SHAPES = "seqtile_shapes"
+"""Name of a plan's attention, which has flash attention's shapes. Transformers looks for a kernel behind any name that
+holds "flash"."""
+
+REPLACED = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", SHAPES)
 """Attention implementations that compute what :func:`prefix_attention` does, by another kernel."""
 
 

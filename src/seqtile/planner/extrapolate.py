@@ -11,10 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from seqtile.ops.attention.prefix import KEYS_AT_ONCE
 from seqtile.options import changed
 from seqtile.planner.fake_step import build, build_bare, fake_step
 from seqtile.planner.layer_structure import Depths, experts_of, find_depths
-from seqtile.planner.live_at_peaks import KEPT_TILES, Workspace
+from seqtile.planner.live_at_peaks import KEPT_TILES, KERNELS, PIECE_GRADIENTS, Workspace
 from seqtile.planner.phases import Phase
 from seqtile.planner.step_config import Setup
 from seqtile.planner.step_kind import Terms
@@ -32,11 +33,13 @@ class Lines:
         points: by length what a fake run's parts held.
         square: whether a ``[tokens, tokens]`` tensor was seen.
         kept_points: where some tiles are kept and some are not, the same with every tile kept; ``points`` have none.
+        bounded: tokens from which attention of chunks reads as many keys at once as it ever does; None without chunks.
     """
 
     points: Points = field(repr=False)
     square: bool = False
     kept_points: Points = field(default_factory=dict, repr=False)
+    bounded: int | None = None
 
     def at(self, tokens: int, *, keep: float = 0.0) -> dict[Phase, dict[str, float]]:
         """For each part of the step the bytes at its peak, by what they are for; tiles ``keep`` a share of themselves.
@@ -45,6 +48,9 @@ class Lines:
         tiles run first; when the others make gate and up again, at least as much is gone.
         """
         parts = _through(self.points, tokens)
+        if self.bounded is not None and tokens > self.bounded:
+            for phase, terms in _through(self.points, self.bounded).items():
+                parts[phase].update({name: terms[name] for name in (PIECE_GRADIENTS, KERNELS) if name in terms})
         for phase, with_kept in _through(self.kept_points, tokens).items() if self.kept_points else ():
             kept = float(round(keep * with_kept.get(KEPT_TILES, 0.0)))
             others = with_kept if phase.direction == "backward" else parts.get(phase, {})
@@ -84,7 +90,8 @@ def fit_lines(
         runs = [fake_step(config, setup, length, workspace, sample) for sample in depths.samples]
         square &= any(run.square for run in runs)
         points[length] = depths.whole_model([{phase: peak.terms for phase, peak in run.peaks.items()} for run in runs])
-    return Lines(points, square)
+    chunk = setup.options.chunk
+    return Lines(points, square, bounded=chunk + KEYS_AT_ONCE if isinstance(chunk, int) else None)
 
 
 def fit_for(config: Any, setup: Setup, depths: Depths, tokens: int, workspace: Workspace | None) -> Lines:
@@ -143,7 +150,7 @@ def predict(config: Any, setup: Setup, tokens: int, *, workspace: Workspace | No
         workspace: bytes inside kernels.
         device_type: of the device that is planned for, which ``tile="auto"`` asks for.
     """
-    depths = find_depths(config, build_bare(config, setup, "meta"))
+    depths = find_depths(config, build_bare(config, setup, "meta"), setup.options.segment)
     built = build(config, setup, "meta", depths.samples[0])
     tile = largest_tile(built, setup, tokens * setup.batch, device_type) if setup.options.tiled else None
     keep = kept_share(built, setup, tokens * setup.batch, device_type, depths)

@@ -14,13 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from seqtile._compat import FLASH_CPU_BACKWARD
 from seqtile._errors import UserError
 from seqtile._log import log_level
 from seqtile.checkpointing.policies import standing_checkpointing
+from seqtile.chunks.layer_call import ChunkedCall
 from seqtile.counting.fake import fake_tensors, make_fake
 from seqtile.install.adapters import lora_config, without_adapters
 from seqtile.install.apply import apply, apply_options, undo
 from seqtile.ops.attention.kernel_calls import is_attention
+from seqtile.ops.attention.prefix import KeyValues
 from seqtile.ops.grad_accumulator import LOW, as_on_an_accelerator, products_sum_in_fp32
 from seqtile.ops.mlp_tile import Pass as MlpPass
 from seqtile.planner.accelerator_functions import accelerator_functions
@@ -31,10 +34,14 @@ from seqtile.planner.layer_structure import LayerSample, first_layers
 from seqtile.planner.liger_shapes import use_shapes as use_liger_shapes
 from seqtile.planner.live_at_peaks import (
     CHECKPOINTS,
+    CHUNK_STATES,
     GRADIENTS,
     KEPT,
     KEPT_TILES,
+    KEY_GRADIENTS,
+    KEYS,
     OPTIMIZER,
+    PIECE_GRADIENTS,
     WEIGHTS,
     Tracker,
     Workspace,
@@ -249,7 +256,10 @@ def tracked_step(built: Built, setup: Setup, tokens: int, live: Tracker) -> Step
         weight.register_post_accumulate_grad_hook(lambda weight: live.file(weight.grad, GRADIENTS))
         for weight in weights
     ]
-    live.keeps = is_attention if setup.options.checkpoint == "attention-saved" else None
+    if setup.options.checkpoint == "attention-saved":
+        live.purpose_of = lambda func: KEPT if is_attention(func) else None
+    if setup.options.chunk is not None:
+        live.purpose_of = lambda func: PIECE_GRADIENTS if func is FLASH_CPU_BACKWARD else None
     for checkpointing in standing_checkpointing(model):
         if checkpointing.attention is not None:
             checkpointing.attention.on_kept = lambda tensor: live.file(tensor, KEPT)
@@ -263,7 +273,15 @@ def tracked_step(built: Built, setup: Setup, tokens: int, live: Tracker) -> Step
         with (
             count_generator_states(live) if on_cpu else nullcontext(),
             _file_kept_tiles(live),
-            label_phases(live, model, built.blocks, layers=True, pictures=setup.pictures is not None) as labels,
+            _file_kept_of_chunks(live),
+            label_phases(
+                live,
+                model,
+                built.blocks,
+                layers=True,
+                pictures=setup.pictures is not None,
+                chunked=setup.options.chunk is not None,
+            ) as labels,
         ):
             loss = compute_loss(model, setup, batch)
             in_forward = False
@@ -335,6 +353,31 @@ def _file_kept_tiles(live: Tracker) -> Iterator[None]:
         yield
     finally:
         MlpPass.kept_value = make  # type: ignore[method-assign]
+
+
+@contextmanager
+def _file_kept_of_chunks(live: Tracker) -> Iterator[None]:
+    """Inside, keys and values of chunks, their gradients, and states at chunks' starts are filed as such."""
+    write, gradients, run = KeyValues.write, KeyValues.gradients, ChunkedCall.run
+
+    def filed(purpose: str, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        for tensor in tensors:
+            live.file(tensor, purpose)
+        return tensors
+
+    def run_filed(self: ChunkedCall, *args: Any, **kwargs: Any) -> Any:
+        result, state = run(self, *args, **kwargs)
+        return result, filed(CHUNK_STATES, state)
+
+    KeyValues.write = lambda *args: filed(KEYS, write(*args))  # type: ignore[method-assign, assignment]
+    KeyValues.gradients = lambda *args: filed(KEY_GRADIENTS, gradients(*args))  # type: ignore[method-assign, assignment]
+    ChunkedCall.run = run_filed  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        KeyValues.write, KeyValues.gradients, ChunkedCall.run = (  # type: ignore[method-assign]
+            write, gradients, run,
+        )  # fmt: skip
 
 
 @contextmanager

@@ -6,7 +6,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-NAME = "seqtile_shapes"  # Transformers looks for a kernel of that kind behind any name that holds "flash"
+from seqtile.chunks.layer_cache import SHAPES
+
+NAME = SHAPES
 
 
 def register_flash_shapes() -> str:

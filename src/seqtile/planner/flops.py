@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from seqtile.options import TilingOptions
 from seqtile.planner.layer_structure import Counts
 from seqtile.planner.request import Request
+from seqtile.tiling import chunk_sizes
 
 PEAK_TFLOPS = 989.0
 """Nominal TFLOPS of the H100 that the rates below were measured on (one NVIDIA H100 80GB HBM3, torch 2.11, bf16)."""
@@ -61,25 +63,38 @@ def count_work(request: Request, counts: Counts, tokens: int) -> Work:
     (FlashAttention recomputes its scores); that of an encoder, which reads the whole row, twice as much. The scan of a
     layer with a state is not counted: it is linear in the tokens, and small beside the layer's products. A step of GRPO
     computes the logits again in the backward, and every row once more for each forward that scores it; generation is
-    not counted.
+    not counted. Segments of chunked layers project queries, keys and values of their first layer once more where it has
+    attention, and compute the last product of every layer but their last one again.
     """
     rows = request.batch * tokens
     inside = counts.active - counts.vocabulary * counts.hidden
     trained = 2 if request.lora is None else 0
-    again = 0 if request.options.checkpoint is None else 2
+    options = request.options
+    in_chunks = is_in_chunks(options, tokens, request.batch)
+    again = 0 if options.checkpoint is None and not in_chunks else 2
     # Early stop: the last product of each layer is not computed again, unless an adapter on it saves its input.
     spared = again * counts.largest_product if request.lora is None else 0
     head = counts.vocabulary * counts.hidden
     scored, logits = (0, 0) if request.grpo is None else (request.grpo.passes, 2)
-    products = rows * (inside * (4 + trained + again) - spared * counts.layers + head * (4 + trained + logits))
+    segments = -(-counts.layers // options.segment) if in_chunks else 0
+    spared *= segments or counts.layers
+    products: float = rows * (inside * (4 + trained + again) - spared + head * (4 + trained + logits))
+    # Of the segments' first layers as many attend as of all: right but for hybrid models, by a thousandth of a step.
+    projections = counts.hidden * counts.head_width * (counts.heads + 2 * counts.key_heads)
+    products += rows * 2 * projections * segments * counts.attentions / counts.layers
     products += scored * rows * 2 * counts.active
     of_a_head = (2.0 if counts.causal else 4.0) * tokens**2 * counts.head_width
     attention = request.batch * of_a_head * counts.heads * counts.attentions
-    layer_bytes = LAYER_BYTES["kernels" if request.options.tiled or request.liger else "pytorch"]
-    logit_bytes = LOGIT_BYTES["pytorch" if request.options.loss is None else "kernels"]
+    layer_bytes = LAYER_BYTES["kernels" if options.tiled and not in_chunks or request.liger else "pytorch"]
+    logit_bytes = LOGIT_BYTES["pytorch" if options.loss is None else "kernels"]
     copied = rows * (counts.layers * counts.hidden * layer_bytes + counts.vocabulary * logit_bytes)
-    attention *= 1 + 2.5 + scored + (1 if request.options.checkpoint == "layer" else 0)
+    attention *= 1 + 2.5 + scored + (1 if options.checkpoint == "layer" or in_chunks else 0)
     return Work(products, attention, copied)
+
+
+def is_in_chunks(options: TilingOptions, tokens: int, batch: int) -> bool:
+    """Whether ``options`` cut sequences of ``tokens`` tokens into more than one chunk."""
+    return options.chunk is not None and len(chunk_sizes(tokens, batch, options.chunk).sizes) > 1
 
 
 def forward_of_layers(request: Request, counts: Counts, tokens: int) -> Work:

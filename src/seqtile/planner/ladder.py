@@ -16,18 +16,21 @@ from seqtile.devices import GIB
 from seqtile.headwise.install_heads import runs_on_some_heads
 from seqtile.options import DEFAULTS, TilingOptions, changed, offload_of
 from seqtile.planner.estimate import Estimate
-from seqtile.planner.flops import count_work
+from seqtile.planner.flops import count_work, is_in_chunks
 from seqtile.planner.memory_plan import WORTH, Planner
 from seqtile.planner.request import Request, attention_cannot_be_saved
 from seqtile.planner.techniques import (
     ATTENTION_SAVED,
     CHECKPOINTS_ON_HOST,
+    CHUNKS,
+    CHUNKS_OF_SEGMENTS,
     LAYER_CHECKPOINTS,
     MINIMAL_MEMORY,
     WEIGHTS_ON_HOST,
     Technique,
     can_stream,
 )
+from seqtile.rules import refused
 from seqtile.state.state_layers import can_carry
 
 SMALLEST_TILE = 128
@@ -40,7 +43,7 @@ KEEPS = (1.0, 0.5)
 """Fractions of the tiles that keep gate and up, where memory is left."""
 
 
-CHOSEN = ("tile", "loss_tile", "keep", "checkpoint", "offload", "blocks", "heads", "state")
+CHOSEN = ("tile", "loss_tile", "keep", "checkpoint", "offload", "blocks", "heads", "state", "chunk", "segment")
 """The options that a length decides."""
 
 
@@ -81,6 +84,11 @@ class Rung:
         """Whether the rest of the layer runs in tiles too, and attention one group of heads at a time."""
         return MINIMAL_MEMORY in self.techniques
 
+    @property
+    def chunks(self) -> Technique | None:
+        """Decoder layers in chunks of the sequence, if it has them."""
+        return next((technique for technique in self.techniques if "chunk" in technique.changes), None)
+
 
 _SAVED_ON_HOST = (ATTENTION_SAVED, CHECKPOINTS_ON_HOST)
 _INPUTS_ON_HOST = (LAYER_CHECKPOINTS, CHECKPOINTS_ON_HOST)
@@ -92,6 +100,8 @@ _BY_COST = (
     Rung("the same, with more and smaller kernels", (ATTENTION_SAVED, MINIMAL_MEMORY)),
     Rung("layers are recomputed", (LAYER_CHECKPOINTS,)),
     Rung("layers are recomputed, with more and smaller kernels", (LAYER_CHECKPOINTS, MINIMAL_MEMORY)),
+    Rung("layers are recomputed, one chunk of the sequence at a time", (LAYER_CHECKPOINTS, CHUNKS)),
+    Rung("the same, four layers together on each chunk", (LAYER_CHECKPOINTS, CHUNKS_OF_SEGMENTS)),
     Rung("checkpoints are copied to the host and back", _SAVED_ON_HOST),
     Rung("the same, with more and smaller kernels", (*_SAVED_ON_HOST, MINIMAL_MEMORY)),
     Rung("layers are recomputed, and their inputs copied to the host and back", _INPUTS_ON_HOST),
@@ -102,6 +112,7 @@ LADDER = (
     *(
         Rung(f"{rung.cost}; frozen weights are copied from the host", (*rung.techniques, WEIGHTS_ON_HOST))
         for rung in _BY_COST
+        if rung.chunks is None
     ),
     Rung("weight gradients are accumulated four times as often", (*_TIGHTEST, WEIGHTS_ON_HOST), TILE_STEP),
     Rung("matrix products over few tokens are slow", (*_TIGHTEST, WEIGHTS_ON_HOST), TILE_STEP**2),
@@ -161,7 +172,7 @@ def choose_rung(request: Request, tokens: int, fixed: Mapping[str, Any], *, can_
     first = Planner(changed(request, checkpoint="layer", keep=0.0, **tiles), tokens)
     resolved = first.resolved(tokens).options
     tiles = {name: getattr(resolved, name) for name in sizes}
-    if can_carry(first.built.model):
+    if can_carry(first.built.model) and fixed.get("chunk") is None:
         tiles["state"] = "auto"  # at the same products
     top = replace(request.options, **{name: DEFAULTS[name] for name in CHOSEN} | tiles)
     tried: list[_Tried] = []
@@ -174,6 +185,10 @@ def choose_rung(request: Request, tokens: int, fixed: Mapping[str, Any], *, can_
             if not planner.fits(estimate):
                 tried.append(_Tried(rung, least, planner, estimate))
                 continue
+        if rung.chunks is not None:  # fake runs of chunks take longer than others
+            least_bytes = Planner(replace(request, options=settings), tokens, like=first).at_least(tokens)
+            if least_bytes > request.device.memory:
+                continue
         planner, estimate = _plan(settings, request, tokens, first)
         tried.append(_Tried(rung, settings, planner, estimate))
         if planner.fits_at_the_high_estimate(estimate):
@@ -183,7 +198,8 @@ def choose_rung(request: Request, tokens: int, fixed: Mapping[str, Any], *, can_
             possible = Chosen(settings, planner, estimate, _reasons(settings, tried, fixed), False)
     if possible is not None:
         return possible
-    planner, estimate = tried[-1].planner, tried[-1].estimate
+    tightest = min(reversed(tried), key=lambda attempt: attempt.estimate.device.expected)
+    planner, estimate = tightest.planner, tightest.estimate
     longest, limit = planner.longest()
     expected, memory = estimate.device.expected / GIB, request.device.memory / GIB
     raise DoesNotFit(
@@ -271,10 +287,16 @@ def _rungs(
         if rung.minimal_memory:
             settings = replace(settings, **MINIMAL_MEMORY.changes)
             settings = settings if by_heads else replace(settings, heads=None)
+        if rung.chunks is not None:
+            settings = replace(settings, **rung.chunks.changes)
         settings = replace(settings, **fixed)
         if not request.options.tiled:
             settings = settings.without_blocks()
         if settings.checkpoint is None and settings.offload_room:
+            continue
+        if rung.chunks is not None and not is_in_chunks(settings, tokens, request.batch):
+            continue
+        if settings.chunk is not None and refused(replace(request, options=settings).combination()):
             continue
         if settings not in seen:
             seen.append(settings)
@@ -295,7 +317,7 @@ def _spend(
     """``chosen`` with the memory that is left spent on keeping gate and up."""
     fused = any(block.path == "fused" for block in chosen.planner.built.blocks)
     why = "no memory to spare: gate and up are recomputed in every tile"
-    if "keep" in fixed or chosen.settings.tile == "auto" or not fused:
+    if "keep" in fixed or chosen.settings.tile == "auto" or chosen.settings.chunk is not None or not fused:
         return replace(chosen, reasons=_reasons(chosen.settings, tried, fixed))
     for keep in KEEPS if tried[-1].rung.divisor == 1 else ():
         settings = replace(chosen.settings, keep=keep)
@@ -332,6 +354,9 @@ def _reasons(settings: TilingOptions, tried: list[_Tried], fixed: Mapping[str, A
     }  # fmt: skip
     if settings.loss is None:
         del reasons["loss_tile"]
+    if settings.chunk is not None:
+        reasons["chunk"] = "layers run on one chunk at a time; whole they do not fit without the host"
+        reasons["segment"] = "fewer layer inputs are kept" if settings.segment > 1 else "one layer at a time fits"
     if settings.state is not None:
         reasons["state"] = "layers with a state run one tile at a time, with the same FLOPs"
     return {name: "as given" if name in fixed else why for name, why in reasons.items()} | (

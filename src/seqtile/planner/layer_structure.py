@@ -70,25 +70,27 @@ class Depths:
     windows of different sizes, add the same and share a sample.
 
     Attributes:
-        kinds: the kind of each decoder layer of the whole model, as a number.
+        kinds: the kind of each segment of decoder layers of the whole model, as a number.
         samples: the layers of each fake run; a single one with all layers where leaving some out would save nothing,
             or where layers share weights.
-        sample_of_kind: for each kind the number of the sample that has one more layer like it.
+        sample_of_kind: for each kind the number of the sample that has one more segment like it.
+        segment: layers of a segment, which run together; without chunks each layer is a segment.
     """
 
     kinds: tuple[int, ...]
     samples: tuple[LayerSample, ...]
     sample_of_kind: tuple[int, ...] = ()
+    segment: int = 1
 
     @property
     def layers(self) -> int:
         """Decoder layers of the whole model."""
-        return len(self.kinds)
+        return len(self.kinds) * self.segment
 
     @property
     def shallow(self) -> int:
         """Layers of the shortest model that begins as this one and has a layer of each kind."""
-        return max(self.kinds.index(kind) for kind in self.kinds) + 1
+        return (max(self.kinds.index(kind) for kind in self.kinds) + 1) * self.segment
 
     def whole_model(self, runs: Sequence[Mapping[Phase, Mapping[str, float]]]) -> dict[Phase, Mapping[str, float]]:
         """Memory of each phase of the whole model's step, from a run of each sample.
@@ -99,30 +101,30 @@ class Depths:
         base, longer = runs[0], [runs[sample] for sample in self.sample_of_kind]
         if not longer:
             return dict(base)
-        width = len(longer)
-        order = [self.kinds[number] for number in self.samples[0].layers]
+        width, size = len(longer), self.segment
+        order = [self.kinds[number // size] for number in self.samples[0].layers[::size]]
         result: dict[Phase, Mapping[str, float]] = {}
         for phase, terms in base.items():
             if phase.layer is None:
                 added = [(self.kinds.count(layer_kind) - 2, phase, phase, run) for layer_kind, run in enumerate(longer)]
                 result[phase] = _extrapolated(terms, base, added)
                 continue
-            position = phase.layer
+            position, inside = divmod(phase.layer, size)
             is_first = position < width
             numbers = [n for n, layer_kind in enumerate(self.kinds) if layer_kind == order[position]]
             targets = {numbers[0]} if is_first else {*numbers[1:2], numbers[-1]}
             if len(numbers) == 1 and is_first != (numbers[0] == 0):
                 continue  # represented by the other copy of the kind's single layer
-            as_first = replace(phase, layer=order.index(order[position]))
-            as_last = replace(phase, layer=width + order[width:].index(order[position]))
-            moved = replace(as_last, layer=1 + width + order[width:].index(order[position]))  # behind one layer more
+            first, last = order.index(order[position]), width + order[width:].index(order[position])
+            as_first, as_last = (replace(phase, layer=number * size + inside) for number in (first, last))
+            moved = replace(phase, layer=(1 + last) * size + inside)  # behind one segment more
             for number in targets:
                 added = []
                 for layer_kind, run in enumerate(longer):
                     layers_after = self.kinds[number + 1 :].count(layer_kind) - order[position + 1 :].count(layer_kind)
                     layers_before = self.kinds[:number].count(layer_kind) - order[:position].count(layer_kind)
                     added += [(layers_after, as_first, as_first, run), (layers_before, as_last, moved, run)]
-                result[replace(phase, layer=number)] = _extrapolated(terms, base, added)
+                result[replace(phase, layer=number * size + inside)] = _extrapolated(terms, base, added)
         return result
 
 
@@ -141,10 +143,16 @@ def _extrapolated(
     return total
 
 
-def find_depths(config: Any, model: nn.Module) -> Depths:
+def find_depths(config: Any, model: nn.Module, segment: int = 1) -> Depths:
     """The few layers that represent all of ``model``: its first and last layer of each kind, and one more of each.
 
     Kinds differ in the layers' classes, shapes or attention types.
+
+    Args:
+        config: of the model.
+        model: the model.
+        segment: layers that run together on chunks, which are a kind together. Where it does not divide the layers,
+            the last segment is shorter, and all layers are in the only sample.
 
     Raises:
         UserError: no decoder layers are found.
@@ -164,6 +172,12 @@ def find_depths(config: Any, model: nn.Module) -> Depths:
     modules = [model.get_submodule(layer.name) for layer in layers]
     structures: list[Any] = [_signature(module) for module in modules]
     signs = list(zip(structures, types, strict=True)) if len(types) == len(structures) else structures
+    every = tuple(range(len(signs)))
+    uneven = len(signs) % segment > 0
+    if segment > 1 and not uneven:
+        signs, structures = (
+            [tuple(each[n : n + segment]) for n in range(0, len(each), segment)] for each in (signs, structures)
+        )
     first = {sign: number for number, sign in reversed(list(enumerate(signs)))}
     last = {sign: number for number, sign in enumerate(signs)}
     beginning, end = sorted(first.values()), sorted(last.values())
@@ -174,13 +188,17 @@ def find_depths(config: Any, model: nn.Module) -> Depths:
     shared = sum(map(len, weights)) != len(set().union(*weights))
     # Modules whose configuration differs by layer hold copies of it, which do not follow a layer to another place.
     shared = shared or bool(getattr(config.get_text_config(), "per_layer_attributes", None))
-    if sum(map(len, samples)) > len(signs) or shared or _layer_list(layers) is None:
-        every = tuple(range(len(signs)))
-        return Depths(kinds, (LayerSample(every, every),))
+    if sum(map(len, samples)) > len(signs) or shared or _layer_list(layers) is None or uneven:
+        return Depths(kinds, (LayerSample(every, every),), segment=1 if uneven else segment)
+
+    def layers_of(segments: Sequence[int]) -> tuple[int, ...]:
+        return tuple(number * segment + inside for number in segments for inside in range(segment))
+
     return Depths(
         kinds,
-        tuple(LayerSample(sample, tuple(first[signs[n]] for n in sample)) for sample in samples),
+        tuple(LayerSample(layers_of(sample), layers_of([first[signs[n]] for n in sample])) for sample in samples),
         tuple(1 + added.index(structures.index(structures[number])) for number in beginning),
+        segment,
     )
 
 

@@ -24,6 +24,10 @@ CHECKPOINTS = "checkpointed hidden states"
 KEPT = "kept attention outputs"
 KEPT_TILES = "kept gate and up"
 KERNELS = "inside kernels"
+KEYS = "keys and values"
+KEY_GRADIENTS = "gradients of keys and values"
+CHUNK_STATES = "states at the chunks' starts"
+PIECE_GRADIENTS = "gradients of one piece of keys"
 
 Workspace = Callable[[str, tuple[Any, ...], dict[str, Any]], int]
 """Bytes that a kernel takes inside itself, from its operator's name and arguments."""
@@ -45,7 +49,7 @@ class Tracker(LiveBytes):
 
     Attributes:
         operators: names of all operators in order.
-        keeps: tells the operators whose results an activation checkpoint keeps; they are filed as :data:`KEPT`.
+        purpose_of: the purpose of an operator's results, where it is not the part of the step; None for others.
         square: whether a tensor with two dimensions of ``tokens`` was seen.
         watching: False outside the step, where bytes are counted and no peak is noted.
     """
@@ -59,7 +63,7 @@ class Tracker(LiveBytes):
         self.operators: list[str] = []
         self.square = False
         self.watching = False
-        self.keeps: Callable[[Any], bool] | None = None
+        self.purpose_of: Callable[[Any], str | None] | None = None
         self._workspace, self._tokens = workspace, tokens
 
     @property
@@ -86,10 +90,10 @@ class Tracker(LiveBytes):
         if self._unread != phase:
             self._read()
         super().see(func, args, kwargs, result)
-        if self.keeps is not None and self.keeps(func):
+        if self.purpose_of is not None and (purpose := self.purpose_of(func)) is not None:
             for tensor in tree_iter(result):
                 if isinstance(tensor, Tensor):
-                    self.file(tensor, KEPT)
+                    self.file(tensor, purpose)
         if not name.startswith("prim::") and name != "aten::detach":  # fake tensors are asked and aliased more often
             self.operators.append(name)
         if phase not in self._highest or self._now + inside > self._highest[phase]:

@@ -111,7 +111,7 @@ def probe(config: Any, setup: Setup, tokens: int, snapshot: Path | None = None, 
     device = this_device()
     device_type = device.name
     setup = replace(setup, device_type=device_type)
-    depths = find_depths(config, build_bare(config, setup, "meta"))
+    depths = find_depths(config, build_bare(config, setup, "meta"), setup.options.segment)
     head = loss_tile
     if not isinstance(head, int):
         head = head_tile(build(config, setup, "meta", depths.samples[0]), setup, tokens, device_type)

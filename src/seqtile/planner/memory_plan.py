@@ -14,11 +14,19 @@ from seqtile.options import changed
 from seqtile.planner.estimate import Bounds, Estimate, Saving
 from seqtile.planner.extrapolate import Lines, fit_for, with_kept_tiles
 from seqtile.planner.fake_step import build, build_bare, build_weights
-from seqtile.planner.flops import Work, count_work, streaming_note
+from seqtile.planner.flops import Work, count_work, is_in_chunks, streaming_note
 from seqtile.planner.kernel_workspace import cpu_workspace, flash2_workspace, flash3_workspace
 from seqtile.planner.kinds import KINDS, step_kinds_of
 from seqtile.planner.layer_structure import Counts, Depths, LayerSample, count_layers, count_weights, find_depths
-from seqtile.planner.live_at_peaks import CHECKPOINTS, GRADIENTS, KEPT, KERNELS, OPTIMIZER, WEIGHTS
+from seqtile.planner.live_at_peaks import (
+    CHECKPOINTS,
+    GRADIENTS,
+    KEPT,
+    KERNELS,
+    OPTIMIZER,
+    PIECE_GRADIENTS,
+    WEIGHTS,
+)
 from seqtile.planner.model_shapes import max_positions, towers_of
 from seqtile.planner.names import STATE_BYTES
 from seqtile.planner.phases import ATTENTION, BLOCK, BLOCK_AND_NORMS, HEAD, REST, STATE, Phase
@@ -65,7 +73,8 @@ WORTH = 0.03
 HOST_PROCESS = "host processes"
 
 _STANDING = (WEIGHTS, GRADIENTS, OPTIMIZER, BUFFERS, *(name for step_kind in KINDS for name in step_kind.standing))
-_NAMES = {ATTENTION: "attention working set", KERNELS: "attention working set", REST: "other activations",
+_NAMES = {ATTENTION: "attention working set", KERNELS: "attention working set",
+          PIECE_GRADIENTS: "attention working set", REST: "other activations",
           STATE: "working set of layers with a state"}  # fmt: skip
 _BOUNDS = ("low", "expected", "high")
 
@@ -134,9 +143,13 @@ class Planner:
         if like is not None:
             self.share(like)
             self.depths, self.counts, self.states, self.no_ring = like.depths, like.counts, like.states, like.no_ring
+            if like.setup.options.segment != self.setup.options.segment:
+                model = build_bare(request.config, self.setup, "meta")
+                self.depths = find_depths(request.config, model, self.setup.options.segment)
         else:
             model = build_bare(request.config, self.setup, "meta")
-            self.depths, self.states = find_depths(request.config, model), states_of(model)
+            self.depths = find_depths(request.config, model, self.setup.options.segment)
+            self.states = states_of(model)
             self.no_ring = why_no_ring(model)
         if like is not None and _same_model(like.setup, self.setup):
             self.built: Built = like.built
@@ -210,8 +223,11 @@ class Planner:
         window = getattr(self.request.config.get_text_config(), "sliding_window", None) or 0
         for setup, length, lines in self._lines:
             # Of untiled steps the runs are shares of the length; a window's mask is in longer sequences only.
-            is_near = resolved.options.tiled or resolved.options.loss or length / 2 <= local <= 2 * length
+            bounded = resolved.options.tiled or resolved.options.loss or resolved.options.chunk
+            is_near = bounded or length / 2 <= local <= 2 * length
             is_near = is_near and (length > window) == (local > window)
+            chunked = [is_in_chunks(resolved.options, tokens, resolved.batch) for tokens in (length, local)]
+            is_near = is_near and chunked[0] == chunked[1]
             if is_near and self._about_alike(setup, resolved):
                 return lines
         lines = fit_for(self.request.config, resolved, self.depths, local, self.workspace)
@@ -267,7 +283,7 @@ class Planner:
                     step_kind.add_terms(request, self.counts, terms, phase, tokens, bound)
                 if request.options.offload_room:
                     flight = getattr(CONSTANTS["in flight"], bound)
-                    offload_checkpoints(terms, self.depths.layers, flight, moved)
+                    offload_checkpoints(terms, self._segments, flight, moved)
                 total = self._finish(terms, bound, self._left_over(phase, local))
                 if bound not in peaks or total > peaks[bound].total:
                     peaks[bound] = _Peak(total, phase, terms)
@@ -290,7 +306,12 @@ class Planner:
             return 0.0
         if room is None or total <= room:
             return 1.0
-        return math.floor(self.depths.layers * room / total) / self.depths.layers  # whole layers are moved
+        return math.floor(self._segments * room / total) / self._segments  # inputs of whole layers are moved
+
+    @property
+    def _segments(self) -> int:
+        """Checkpoints of a step: one a layer, or one a segment of chunked layers."""
+        return -(-self.depths.layers // self.setup.options.segment)
 
     def _left_over(self, phase: Phase, local: int) -> float:
         """Bytes that the caching allocator holds on to where whole logits are made.
@@ -426,7 +447,12 @@ class Planner:
         """Bytes on the device that no step of ``tokens`` tokens per row is below, without a fake run."""
         counts, setup = self.counts, self.setup
         size = setup.dtype.itemsize
-        inputs = counts.layers * counts.hidden * size * self.local(tokens) * self.request.batch
+        inputs = self._segments * counts.hidden * size * self.local(tokens) * self.request.batch
+        if is_in_chunks(self.request.options, self.local(tokens), self.request.batch):
+            # In the last segment's backward: gradients of its output and input, and keys and values of the others.
+            keys = 2 * counts.key_heads * counts.head_width * (2 if setup.autocast else size)
+            kept = max(0, counts.attentions - self._segments) * keys
+            inputs += (2 * counts.hidden * size + kept) * self.local(tokens) * self.request.batch
         terms = {WEIGHTS: float(size * counts.weights)}
         if not self.request.options.offload_room:
             terms[CHECKPOINTS] = float(inputs)
@@ -447,7 +473,8 @@ def _same_model(setup: Setup, other_setup: Setup) -> bool:
 def _named(terms: Mapping[str, float], setup: Setup) -> dict[str, float]:
     """Terms under the names that the table shows."""
     names: dict[str, str] = dict(_NAMES)
-    names[BLOCK] = names[BLOCK_AND_NORMS] = "MLP tile" if setup.options.tiled else "MLP"
+    tiled = setup.options.tiled and setup.options.chunk is None
+    names[BLOCK] = names[BLOCK_AND_NORMS] = "MLP tile" if tiled else "MLP"
     names[HEAD] = "loss tile" if setup.options.loss else "logits and loss"
     named: dict[str, float] = {}
     for name, value in terms.items():

@@ -128,8 +128,9 @@ class _Labels:
 
 @contextmanager
 def label_phases(
-    live: LiveBytes, model: nn.Module, blocks: Iterable[Block], *, layers: bool = False, pictures: bool = False
-) -> Iterator[_Labels]:
+    live: LiveBytes, model: nn.Module, blocks: Iterable[Block], *, layers: bool = False, pictures: bool = False,
+    chunked: bool = False,
+) -> Iterator[_Labels]:  # fmt: skip
     """Name the parts of one step of ``model`` to ``live`` while the ``with`` lasts.
 
     A block that shares its tile with a norm gets no hooks, which would make the two run apart: there everything in
@@ -141,6 +142,7 @@ def label_phases(
         blocks: its position-wise blocks, from the report of :func:`seqtile.apply`.
         layers: put the number of the decoder layer behind each name, ``"MLP#3, backward"``.
         pictures: give what runs before the language model a name: its vision tower and projector.
+        chunked: layers run in chunks, so that no block shares a tile with its norm.
     """
     labels = _Labels(live)
     decoder = decoder_layers(model)
@@ -152,7 +154,7 @@ def label_phases(
     }
     places = {}
     for block in blocks:
-        alone = len(block.together) <= 1
+        alone = chunked or len(block.together) <= 1
         layer = block.name.rpartition(".")[0]
         label = BLOCK if alone else BLOCK_AND_NORMS
         places[block.name if alone else layer] = Phase(label, _number(numbers, block.name))

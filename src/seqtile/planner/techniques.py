@@ -79,6 +79,19 @@ MINIMAL_MEMORY = Technique(
     f"--blocks {WHOLE_LAYER} --heads 1",
 )
 
+CHUNKS = Technique(
+    "chunks of layers",
+    {"chunk": "auto", "segment": 1, "blocks": "auto", "heads": None, "state": None},
+    "each layer runs on one chunk of the sequence at a time",
+    "--chunk auto",
+)
+CHUNKS_OF_SEGMENTS = Technique(
+    "chunks of four layers",
+    {**CHUNKS.changes, "segment": 4},
+    "four layers run on one chunk of the sequence at a time",
+    "--chunk auto --segment 4",
+)
+
 
 def can_stream(request: Request) -> bool:
     """Whether the frozen weights of its layers can wait on the host."""

@@ -14,7 +14,7 @@ from seqtile.options import changed
 from seqtile.planner.layer_structure import Depths
 from seqtile.planner.phases import causal_model
 from seqtile.planner.step_config import Built, Setup
-from seqtile.tiling import BlockShape, head_sizes, parse_tile, sizes_within
+from seqtile.tiling import BlockShape, chunk_sizes, head_sizes, parse_tile, sizes_within
 
 MANY_ROWS = 8
 """Rows of a batch from which fake rows are shorter than a tile, which would take as many tiles as there are rows."""
@@ -97,6 +97,13 @@ def head_tile(built: Built, setup: Setup, tokens: int, device_type: str) -> int:
 def resolve_tiles(setup: Setup, tokens: int, tile: int | None) -> Setup:
     """``setup`` with the sizes that the tiles of ``tokens`` really have, as numbers; untiled where ``tile`` is None."""
     head = max(sizes_within(tokens, setup.loss_tile)) if setup.options.loss else setup.loss_tile
+    chunk, row = setup.options.chunk, tokens // setup.batch
+    if chunk is not None:
+        sizes = chunk_sizes(row, setup.batch, chunk).sizes
+        if len(sizes) > 1:
+            setup = changed(setup, chunk=max(sizes), keep=0.0)
+        elif setup.options.segment == 1:  # a layer alone runs whole where it has one chunk
+            setup = changed(setup, chunk=None)
     if tile is None:
         return changed(setup, blocks="none", tile="auto", loss_tile=head)
     return changed(setup, tile=tile, loss_tile=head)
@@ -111,7 +118,14 @@ def sample_lengths(setup: Setup, tokens: int, window: int = 0, fewest: int = 2) 
         window: of local attention, 0 for none; sdpa builds a mask where a sequence is longer, so these are too.
         fewest: tiles of the shortest.
     """
-    tile = setup.options.tile
+    tile, chunk = setup.options.tile, setup.options.chunk
+    if chunk is not None and len(chunk_sizes(tokens, setup.batch, chunk).sizes) == 1:
+        longest = max(tokens, 8)
+        return longest // 2, longest * 3 // 4, longest
+    if isinstance(chunk, int):  # from three chunks on the last but one has keys before it, and sums of gradients
+        needed = max(setup.loss_tile if setup.options.loss else 0, window + 1 if window < tokens else 0)
+        first = max(3, min(-(-needed // chunk), MOST_HEAD_TILES))
+        return first * chunk, (first + 1) * chunk, (first + 2) * chunk
     tiles = [tile] if isinstance(tile, int) else []
     tiles += [setup.loss_tile] if setup.options.loss else []
     window = window if window < tokens else 0

@@ -149,7 +149,8 @@ def settings_of(recipe: Recipe, tile: int | None = None) -> TilingOptions:
 
 def updates_of(settings: TilingOptions, recipe: Recipe) -> dict[str, Any]:
     """The keys of ``recipe`` that ``settings`` change."""
-    updates: dict[str, Any] = {name: getattr(settings, name) for name in ("heads", "state", "loss_tile")}
+    always = ("heads", "state", "chunk", "segment", "loss_tile")
+    updates: dict[str, Any] = {name: getattr(settings, name) for name in always}
     updates["checkpoint"] = settings.checkpoint or "none"
     if recipe.tiled_mlp:
         updates["tile"] = settings.tile if settings.tile != "auto" else recipe.options.tile

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from seqtile._compat import CUDNN, CUDNN_BACKWARD, FLASH_CPU, FLASH_CPU_BACKWARD, FLASH_CUDA, FLASH_CUDA_BACKWARD
 from seqtile.devices import compute_capability
 from seqtile.ops.attention.backends import CUDNN_FIRST
-from seqtile.ops.grad_accumulator import LOW
+from seqtile.ops.grad_accumulator import LOW, accelerator_meant
 
 HIDDEN = -1e30
 """Log-sum-exp of a query that sees no key: no infinity, which would make NaNs of differences."""
@@ -87,7 +87,7 @@ def _kernel(q: Tensor, k: Tensor, piece: Piece) -> type[Plain]:
     if piece.softcap:
         return Plain
     if q.device.type == "cpu":
-        return Cpu
+        return Plain if piece.bias is not None and accelerator_meant() else Cpu
     if q.device.type == "cuda" and piece.bias is None and q.dtype in LOW and q.shape[-1] % 8 == 0:
         capability = compute_capability()
         if capability is not None and capability[0] in CUDNN_FIRST and q.shape[-1] <= 128:

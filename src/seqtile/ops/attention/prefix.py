@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from seqtile._compat import keeps_graph
+from seqtile._compat import FakeTensor, keeps_graph
 from seqtile.ops.attention import piece_kernels
 from seqtile.ops.attention.piece_kernels import HIDDEN, Piece
 from seqtile.ops.grad_accumulator import LOW
@@ -94,6 +94,8 @@ class GivenMask:
         return self._kinds[where]
 
     def _look(self, first: int, last: int, key: int, end: int) -> str:
+        if isinstance(self.mask, FakeTensor):  # a plan's, without values: causal
+            return "none" if key >= last else "causal" if (first, last) == (key, end) else "all"
         seen = self._seen(first, last, key, end)
         if not bool(seen.any()):
             return "none"

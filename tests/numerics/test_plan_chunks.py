@@ -1,0 +1,120 @@
+"""Plans of steps whose decoder layers run in chunks, against real steps on the CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING, AutoConfig
+
+from seqtile.counting import count_products
+from seqtile.options import TilingOptions, changed
+from seqtile.planner.accelerators import Device
+from seqtile.planner.extrapolate import Lines, predict
+from seqtile.planner.fake_step import build, fake_step, real_step
+from seqtile.planner.kernel_workspace import cpu_workspace
+from seqtile.planner.live_at_peaks import CHECKPOINTS, CHUNK_STATES, KERNELS, KEY_GRADIENTS, KEYS, PIECE_GRADIENTS
+from seqtile.planner.memory_plan import Planner
+from seqtile.planner.phases import Phase
+from seqtile.planner.request import Request
+from seqtile.planner.step_config import Lora, Setup
+
+pytestmark = pytest.mark.backward_here  # a counter sees the operators of its own thread
+
+SIZES: dict[str, Any] = dict(
+    vocab_size=128, hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+    max_position_embeddings=8192,
+)  # fmt: skip
+OF_STATES = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=16)
+
+
+def config_of(family: str, layers: int) -> Any:
+    if family not in CONFIG_MAPPING:
+        pytest.skip(f"transformers has no {family}")
+    sizes = SIZES | (OF_STATES if family == "qwen3_5_text" else {})
+    return AutoConfig.for_model(family, num_hidden_layers=layers, **sizes)
+
+
+def setup_of(segment: int, chunk: int = 64, **changes: Any) -> Setup:
+    options = TilingOptions(loss="tiled", loss_tile=64, checkpoint="layer", chunk=chunk, segment=segment)
+    return changed(Setup(dtype=torch.float32, attention="sdpa", options=options), **changes)
+
+
+@pytest.mark.parametrize(
+    ("family", "layers", "segment", "tokens", "changes"),
+    [
+        ("llama", 6, 1, 384, {}),
+        ("llama", 6, 2, 300, dict(lora=Lora(4))),  # a last chunk that is shorter
+        ("llama", 4, 2, 384, dict(attention="eager")),  # a mask of the whole sequence
+        pytest.param("llama", 12, 2, 384, {}, marks=pytest.mark.slow),
+        pytest.param("llama", 24, 4, 320, dict(batch=2), marks=pytest.mark.slow),
+        pytest.param("qwen3_5_text", 16, 1, 384, {}, marks=pytest.mark.slow),
+        pytest.param("qwen3_5_text", 24, 4, 384, dict(lora=Lora(4)), marks=pytest.mark.slow),
+    ],
+)
+def test_a_step_in_chunks_holds_what_is_planned(
+    family: str, layers: int, segment: int, tokens: int, changes: dict[str, Any]
+) -> None:
+    """Within the bounds of other plans: 1 %, and no more than 0.5 % too low."""
+    config, setup = config_of(family, layers), setup_of(segment, **changes)
+    planned = predict(config, setup, tokens, workspace=cpu_workspace, device_type="cpu")
+    assert planned.setup.options.chunk == 64 and tokens not in planned.lengths
+    real = real_step(config, setup, tokens)
+    assert -0.005 <= planned.peak / real.peak - 1 <= 0.01
+
+
+def test_fake_and_real_steps_in_chunks_hold_the_same_bytes_under_their_names() -> None:
+    config, setup = config_of("qwen3_5_text", 4), setup_of(2)
+    fake, real = (step(config, setup, 192) for step in (fake_step, real_step))
+    assert fake.peak == real.peak
+    terms = [peak.terms for peak in fake.peaks.values()]
+    largest = {
+        name: max(term.get(name, 0) for term in terms) for name in (CHECKPOINTS, KEYS, KEY_GRADIENTS, CHUNK_STATES)
+    }
+    inputs = 192 * 64 * 4
+    assert largest[CHECKPOINTS] == 2 * inputs  # of two segments
+    assert largest[KEYS] == largest[KEY_GRADIENTS] == 192 * 2 * 2 * 16 * 4  # of the layer that attends
+    state = 4 * 16 * 16 + (2 * 2 * 16 + 4 * 16) * 4  # of the delta rule, and of the convolution
+    assert largest[CHUNK_STATES] >= 2 * 3 * state * 4  # three layers, at the starts of the second and the third chunk
+
+
+def test_a_single_chunk_is_planned_as_the_layers_whole() -> None:
+    config = config_of("llama", 4)
+    planned = [
+        predict(config, setup, 256, workspace=cpu_workspace, device_type="cpu")
+        for setup in (setup_of(1, chunk=256), changed(setup_of(1), chunk=None))
+    ]
+    assert planned[0] == planned[1]
+
+
+@pytest.mark.parametrize("segment", [1, 2])
+def test_a_sequence_shorter_than_a_chunk_is_planned(segment: int) -> None:
+    config, setup = config_of("llama", 4), setup_of(segment, chunk=512)
+    planned = predict(config, setup, 200, workspace=cpu_workspace, device_type="cpu")
+    assert -0.005 <= planned.peak / real_step(config, setup, 200).peak - 1 <= 0.01
+    predict(config, setup, 1, workspace=cpu_workspace, device_type="cpu")
+
+
+def test_gradients_of_a_piece_of_keys_stop_growing() -> None:
+    """Attention reads 65,536 keys at a time, however long the sequence is."""
+    phase = Phase("attention", 0, "backward")
+    points = {n: {phase: {KEYS: 2.0 * n, PIECE_GRADIENTS: 3.0 * n, KERNELS: 5.0 * n}} for n in (100, 200)}
+    lines = Lines(points, bounded=500)
+    assert lines.at(400)[phase] == {KEYS: 800, PIECE_GRADIENTS: 1200, KERNELS: 2000}
+    assert lines.at(1000)[phase] == {KEYS: 2000, PIECE_GRADIENTS: 1500, KERNELS: 2500}
+
+
+@pytest.mark.parametrize("segment", [1, 2])
+def test_products_of_a_step_in_chunks_are_those_that_are_counted(segment: int) -> None:
+    config = config_of("llama", 4)
+    options = TilingOptions(blocks="none", checkpoint="layer", chunk=128, segment=segment)
+    request = Request("it", config, Device("cpu", 2**40, None, ""), options=options, precision="float32",
+                      attention="sdpa", device_type="cpu")  # fmt: skip
+    planner = Planner(request)
+    model = build(config, changed(request.setup(), loss=None), "cpu").model
+    ids = torch.zeros(1, 384, dtype=torch.long)
+    model(input_ids=ids, labels=ids)  # tries a layer
+    with count_products() as products:
+        model(input_ids=ids, labels=ids).loss.backward()
+    assert planner.work(384).products == products.flops
