@@ -370,6 +370,15 @@ def test_attention_dropout_runs_whole_and_says_so(caplog: pytest.LogCaptureFixtu
     assert caplog.text.count("attention dropout") == 4 + 1  # each layer, and the option
 
 
+def test_the_report_recommends_nothing_that_is_refused_beside_chunks() -> None:
+    notes = []
+    for chunk in (None, 64):
+        model = build("llama")
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        notes.append(" ".join(seqtile.apply(model, chunk=chunk).notes))
+    assert "attention-saved" in notes[0] and "attention-saved" not in notes[1]
+
+
 def test_padding_longer_than_a_chunk() -> None:
     ids = batch_of(1)["input_ids"]
     mask, labels = torch.ones_like(ids), ids.clone()

@@ -16,7 +16,7 @@ from seqtile.blocks.instance import Installed
 from seqtile.blocks.norms_and_projections import adapted_since, norms_by_kernel
 from seqtile.checkpointing.keep_attention import wide_heads
 from seqtile.checkpointing.reentrant import is_reentrant, shares_keys
-from seqtile.chunks.segment import whole_layers
+from seqtile.chunks.segment import ChunkForward, whole_layers
 from seqtile.devices import device_type
 from seqtile.headwise.install_heads import rotary_by_kernel
 from seqtile.install.loss_and_checkpoints import attention_runs_twice, rest_notes
@@ -156,7 +156,9 @@ class Report(PrintsAsSentence):
             further = [*further, *refusals(model), *whole_layers(model)]
             further += [] if rotary_by_kernel(model) else rotary_sentences(model)
             most = max((forward.most_tokens for forward in forwards if isinstance(forward, Installed)), default=0)
-            if (again := attention_runs_twice(model, most)) and (not most or most >= ATTENTION_COUNTS):
+            in_chunks = any(isinstance(forward, ChunkForward) for forward in forwards)  # which save no attention
+            again = "" if in_chunks else attention_runs_twice(model, most)
+            if again and (not most or most >= ATTENTION_COUNTS):
                 further.append(again)
             if by_liger := parts_by_liger(model):
                 further.append(f"Liger's kernels run the {' and the '.join(by_liger)}")
