@@ -484,6 +484,18 @@ def test_hidden_states_that_change_between_layers_of_a_segment_are_refused() -> 
     step(model, batch_of())  # nothing is left of the refused call
 
 
+def test_a_layer_that_the_model_skips_is_refused_in_a_segment() -> None:
+    model = build("llama")
+    seqtile.apply(model, chunk=64, segment=2)
+    layers = model.model.layers
+    model.model.layers = nn.ModuleList([layers[0], layers[2], layers[3]])
+    model.config.num_hidden_layers = 3
+    with pytest.raises(UserError, match="were not called"):
+        step(model, batch_of())
+    model.model.layers, model.config.num_hidden_layers = layers, 4
+    step(model, batch_of())
+
+
 def test_an_exception_in_a_segment_leaves_nothing_behind() -> None:
     model = build("llama")
     seqtile.apply(model, chunk=64, segment=2)

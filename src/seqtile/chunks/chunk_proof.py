@@ -58,13 +58,18 @@ UNKNOWN = ChunkProof()
 
 
 class ChunkProofs:
-    """Proofs of one model's layers, by structure and settings."""
+    """Proofs of one model's layers, by structure and settings.
+
+    Attributes:
+        recording: the segment whose layers recorded a call last.
+    """
 
     def __init__(self) -> None:
         self._known: dict[Any, ChunkProof] = {}
+        self.recording: Any = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_known": {}}  # a copy is verified again
+        return {"_known": {}, "recording": None}  # a copy is verified again
 
     def of(self, layer: nn.Module, call: ChunkedCall, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ChunkProof:
         """The proof of ``layer`` for calls such as this one.

@@ -127,8 +127,12 @@ class ChunkForward(Installed):
         if cache is not None and not torch.is_grad_enabled():
             return self.original(*args, **kwargs)  # generate() on a model in training mode
         segment, position = self.segment, self.chunk.position
-        if not position:
-            segment.take()  # of a forward that ended in an error
+        if not position and (left := segment.take()):
+            logger.warning(
+                "%s and the layers of its segment were not computed in the forward before this one, which ended in an "
+                "error or did not call the segment's last layer; use segment=1 if layers are skipped",
+                left[0][0].chunk.name,
+            )
         call = ChunkedCall(args, kwargs, self.cache, self._reads_positions())
         why = call.why_whole or self._hooked() or ("" if checkpointed else _why_not_without(cache, module))
         proof = UNKNOWN if why else self.proofs.of(self.module, call, args, kwargs)
@@ -137,10 +141,13 @@ class ChunkForward(Installed):
         self.check()
         self.refused = ""
         hidden_states = call.hidden_states
+        before = self.proofs.recording  # the segment that recorded last
+        if before not in (None, segment) and before.recorded and before.hidden_states is hidden_states:
+            before.recorded[-1][0].refuse_segment("the layers after it were not called", "behind")
         self.alone_reason = self._why_alone(proof)
         alone = segment.layers == 1 or bool(self.alone_reason)
         if segment.recorded and (alone or hidden_states is not segment.hidden_states):
-            self._refuse_segment(self.alone_reason or "hidden states change between them")
+            self.refuse_segment(self.alone_reason or "hidden states change between them")
         cuts = self._cuts([call])
         if call.mask is not None and any(
             call.mask.reaches(start, start + size) for start, size in tile_ranges(cuts.sizes)
@@ -151,7 +158,7 @@ class ChunkForward(Installed):
         self.most_tokens = max(self.most_tokens, call.batch * call.tokens)
         if alone and len(cuts.sizes) == 1 and checkpointed and not reduces_as_they_arrive(module.parameters()):
             return self.original(*args, **kwargs)
-        segment.hidden_states = hidden_states
+        segment.hidden_states, self.proofs.recording = hidden_states, segment
         segment.recorded.append((self, call))
         if not alone and position < segment.layers - 1:
             assert hidden_states is not None
@@ -199,11 +206,12 @@ class ChunkForward(Installed):
             return "hooks read a layer's hidden states"
         return "reentrant checkpoints recompute one layer at a time" if is_reentrant(self.module) else ""
 
-    def _refuse_segment(self, why: str) -> None:
+    def refuse_segment(self, why: str, side: str = "before") -> None:
+        """Raise: the layer cannot share its chunks with the one before it, or behind it."""
         self.segment.take()
         raise UserError(
             f"segment={self.segment.layers}: {self.chunk.name} ({type(self.module).__name__}) cannot be in one "
-            f"segment with the layer before it: {why}; use segment=1"
+            f"segment with the layer {side} it: {why}; use segment=1"
         )
 
     def _hooked(self) -> str:
@@ -215,7 +223,7 @@ class ChunkForward(Installed):
 
     def _whole(self, why: str, args: Any, kwargs: Any) -> Any:
         if self.segment.recorded:
-            self._refuse_segment(f"it runs whole, because {why}")
+            self.refuse_segment(f"it runs whole, because {why}")
         if torch.is_grad_enabled():
             self.refused = self.idle_reason = why
             if self.is_news(why):
