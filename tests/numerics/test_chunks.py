@@ -53,8 +53,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "falcon_h1": dict(mamba_n_heads=6, mamba_d_head=8, mamba_n_groups=1, mamba_d_state=10, mamba_chunk_size=4,
                       mamba_d_ssm=48),  # attention and a state in one layer
 }  # fmt: skip
-NO_FLOAT64 = {"qwen3_moe", "deepseek_v3", "gpt_oss"}
-"""Their grouped product takes no float64."""
+NO_FLOAT64 = {"qwen3_moe", "deepseek_v3", "gpt_oss", "gemma2"}
+"""Their grouped product takes no float64, or their eager attention has a softmax in fp32, where a mask overflows."""
 
 ROUNDED_TO_NOTHING = ("A_log", "dt_bias")
 """Parameters whose gradient is a small difference of large numbers, untiled too."""
@@ -130,18 +130,20 @@ SHAPES = [(64, 1), (64, 2), (128, 4), (64, 3), (7, 1), (999, 2)]
 @pytest.mark.parametrize("padded", ["", "left", "right"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_chunks_are_the_whole_layers(family: str, padded: str) -> None:
-    if family == "gemma2" and padded or family == "gpt_oss" and padded == "left":
-        pytest.skip("eager attention is NaN where a query sees no key, untiled too")
+    eager = family in ("gemma2", "gpt_oss")
     batch = batch_of(padded=padded)
     truth = in_double(step(build(family, torch.float32 if family in NO_FLOAT64 else torch.float64), batch))
     whole = step(build(family), batch)
     for chunk, segment in SHAPES:
+        if eager and padded:
+            segment = 1  # layers with a window alone run whole
         if chunk == 7 and family == "qwen3_5_text":
             continue
         model = build(family)
         report = seqtile.apply(model, chunk=chunk, segment=segment, blocks="none")
         got = step(model, batch)
-        assert chunks_of(model) == [-(-150 // chunk)] * 4, (report.notes, chunk, segment)
+        if not (eager and padded):  # where a mask that is added hides all tokens from some, they attend to all
+            assert chunks_of(model) == [-(-150 // chunk)] * 4, (report.notes, chunk, segment)
         assert_all_no_worse(got, whole, truth, factor=4.0, floor=2e-6)
 
 
@@ -379,6 +381,66 @@ def test_the_report_recommends_nothing_that_is_refused_beside_chunks() -> None:
     assert "attention-saved" in notes[0] and "attention-saved" not in notes[1]
 
 
+def test_left_padding_under_eager_attention() -> None:
+    """The mask is added there: the lowest number hides a key from the softmax, and not from a log-sum-exp."""
+    batch = batch_of(padded="left")
+    batch["labels"] = torch.where(batch["attention_mask"] == 0, -100, batch["input_ids"])
+    how = dict(attn_implementation="eager")
+    expected = step(build("llama", **how), batch)
+    truth = in_double(step(build("llama", **how), batch))  # in float64 its softmax in fp32 overflows
+    model = build("llama", **how)
+    seqtile.apply(model, chunk=64)
+    assert_all_no_worse(step(model, batch), expected, truth, factor=4.0, floor=2e-6)
+
+
+def test_a_mask_that_is_written_to_is_read_again() -> None:
+    ids = batch_of(1)["input_ids"]
+    mask = visible_to(150)[None, None].clone()
+    model, whole = build("llama"), build("llama")
+    seqtile.apply(model, chunk=64)
+    for _ in range(2):
+        batch = dict(input_ids=ids, labels=ids, attention_mask=mask)
+        torch.testing.assert_close(step(model, batch), step(whole, batch), rtol=1e-4, atol=1e-6)
+        mask[..., 70:, :70] = False  # two documents
+
+
+def test_another_attention_implementation_is_tried_again() -> None:
+    def doubled(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **_: Any) -> Any:
+        repeat = q.shape[1] // k.shape[1]
+        keys, values = (x.repeat_interleave(repeat, 1) for x in (k, v))
+        return 2 * F.scaled_dot_product_attention(q, keys, values, is_causal=True).transpose(1, 2), None
+
+    transformers.AttentionInterface.register("doubled", doubled)
+    model, batch = build("llama"), batch_of()
+    seqtile.apply(model, chunk=64)
+    step(model, batch)
+    model.set_attn_implementation("doubled")
+    whole = build("llama")
+    whole.set_attn_implementation("doubled")
+    torch.testing.assert_close(step(model, batch), step(whole, batch))
+
+
+@pytest.mark.parametrize("segment", [1, 2])
+def test_keys_and_values_are_released_after_the_backward(segment: int) -> None:
+    """Also of an attention without a gradient, as under frozen layers of which the MLP trains."""
+    model = build("llama")
+    model.requires_grad_(False)
+    for layer in model.model.layers:
+        layer.mlp.requires_grad_(True)
+    seqtile.apply(model, chunk=64, segment=segment)
+    stores = []
+    made = KeyValues.__init__
+
+    def note(store: KeyValues, tokens: int) -> None:
+        made(store, tokens)
+        stores.append(store)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(KeyValues, "__init__", note)
+        model(**batch_of()).loss.backward()
+    assert stores and all(store.keys is None for store in stores)
+
+
 def test_padding_longer_than_a_chunk() -> None:
     ids = batch_of(1)["input_ids"]
     mask, labels = torch.ones_like(ids), ids.clone()
@@ -492,6 +554,12 @@ def test_a_layer_that_the_model_skips_is_refused_in_a_segment() -> None:
     model.config.num_hidden_layers = 3
     with pytest.raises(UserError, match="were not called"):
         step(model, batch_of())
+    model.model.layers = layers[:3]
+    with pytest.raises(UserError, match="were not called"):  # nothing behind it
+        step(model, batch_of())
+    seqtile.undo(model)
+    assert not model.model._forward_hooks
+    seqtile.apply(model, chunk=64, segment=2)
     model.model.layers, model.config.num_hidden_layers = layers, 4
     step(model, batch_of())
 

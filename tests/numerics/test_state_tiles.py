@@ -70,7 +70,9 @@ def test_tiles_that_hand_their_state_on_are_the_whole_layer(family: str, part: s
         untiled, in_tiles = both(module, x)
         for name, one in truth.items():
             own, got = (error({name: found[name].double()}, {name: one}) for found in (untiled, in_tiles))
-            assert got < 2 * own + 1e-5, (batch, sizes, name)
+            # Of the decays: a small difference of large numbers, which a cut inside a kernel's block of 64 rounds anew.
+            factor = 4 if name.endswith(("A_log", "dt_bias")) else 2
+            assert got < factor * own + 1e-5, (batch, sizes, name)
 
 
 @pytest.mark.device

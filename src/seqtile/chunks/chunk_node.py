@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from seqtile._compat import tree_leaves
+from seqtile._compat import keeps_graph, tree_leaves
 from seqtile.blocks.instance import inside
 from seqtile.chunks.layer_cache import view_in_chunks
 from seqtile.chunks.layer_call import ChunkedCall
@@ -94,11 +94,19 @@ def run_segment(
             with torch.no_grad(), autocast.on(), inside(), random.again(index):
                 calls[0].run(view_in_chunks(modules[0]), chunk, (), begins[index], starts[index], keys_only=True)
 
-    output = run_with_state(run, tensors, cuts.sizes, cuts.begins, weights, project_again, changed)
-    for call in calls if not torch.is_grad_enabled() else calls[:1]:
-        if not torch.is_grad_enabled() or call.projects_again:
-            for store in call.stores:
-                store.drop()
+    def drop(calls: Sequence[ChunkedCall]) -> None:
+        for store in (store for call in calls for store in call.stores):
+            store.drop()
+
+    def after_backward() -> None:
+        if not keeps_graph():
+            drop(calls)
+
+    output = run_with_state(run, tensors, cuts.sizes, cuts.begins, weights, project_again, after_backward, changed)
+    if not torch.is_grad_enabled():
+        drop(calls)
+    elif calls[0].projects_again:
+        drop(calls[:1])
     return output
 
 

@@ -92,7 +92,11 @@ def _mode_of_layer(layer: nn.Module, call: ChunkedCall, kwargs: Mapping[str, Any
         for module in layer.modules()
     ]  # fmt: skip
     weights = [(name, tuple(weight.shape), weight.dtype, weight.requires_grad) for name, weight in named_weights(layer)]
-    kinds = [(name, value.dim() if isinstance(value, Tensor) else type(value)) for name, value in kwargs.items()]
+    kinds: list[tuple[str, Any]] = [
+        (name, value if isinstance(value, bool) else value.dim() if isinstance(value, Tensor) else type(value))
+        for name, value in kwargs.items()
+    ]
+    kinds += [("attention", attention_kind(module)) for module in layer.modules()]
     return (*settings, *weights, *kinds, call.dtype, call.device, Autocast(call.device.type, *_autocast(call)))
 
 
@@ -149,7 +153,7 @@ def _compare(layer: nn.Module, call: ChunkedCall, args: Sequence[Any], kwargs: M
         return tensors[0]
 
     def in_chunks() -> Any:
-        chunked = ChunkedCall(positional, named, cache, False)
+        chunked = ChunkedCall(positional, named, cache)
         if chunked.why_whole:
             raise ValueError(chunked.why_whole)
         result = run_segment([layer], [chunked], chunked.take(), StateTiles(sizes), lambda: weights)

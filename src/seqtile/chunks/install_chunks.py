@@ -7,7 +7,7 @@ from torch import nn
 from seqtile._errors import UserError
 from seqtile.blocks.layer import TiledLayer
 from seqtile.chunks.chunk_proof import ChunkProofs
-from seqtile.chunks.segment import ChunkForward, ChunkSetting, Segment
+from seqtile.chunks.segment import AllComputed, ChunkForward, ChunkSetting, Segment
 from seqtile.engines.zero3 import mark_leaf
 from seqtile.recognise.candidates import Left
 from seqtile.recognise.decoder_layers import DecoderLayer, decoder_layers
@@ -35,15 +35,19 @@ def install_chunks(model: nn.Module, chunk: int | str | None, segment: int) -> t
         else:
             lists.setdefault(layer.name.rpartition(".")[0], []).append(layer)
     proofs = ChunkProofs()
-    for siblings in lists.values():
+    for list_name, siblings in lists.items():
         for first in range(0, len(siblings), segment):
             together = siblings[first : first + segment]
             shared = Segment(len(together))
             for position, layer in enumerate(together):
                 module = model.get_submodule(layer.name)
                 setting = ChunkSetting(chunk, layer.name, position, bool(layer.mixers) and not layer.states, segment)
-                ChunkForward(module, setting, shared, proofs).install()
+                forward = ChunkForward(module, setting, shared, proofs)
+                forward.install()
                 mark_leaf(module)
+                if segment > 1 and layer is siblings[0]:
+                    owner = model.get_submodule(list_name.rpartition(".")[0])
+                    forward.hook = owner.register_forward_hook(AllComputed(proofs))
     size = "about 8,192" if chunk == "auto" else f"{chunk:,}"
     of_layers = f", {segment} layers at a time" if segment > 1 else ""
     done = len(layers) - len(left)

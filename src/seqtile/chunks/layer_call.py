@@ -23,7 +23,7 @@ def given_mask(mask: Tensor) -> GivenMask:
     """What is known of a mask, which all layers of a forward share."""
     number = id(mask)
     known = _given_masks.get(number)
-    if known is None:
+    if known is None or not known[1].describes(mask):
         reference = weakref.ref(mask, lambda _: _given_masks.pop(number, None))
         known = _given_masks[number] = reference, GivenMask(mask.detach())
     return known[1]
@@ -36,6 +36,7 @@ class ChunkedCall:
         args: by position; the first floating tensor ``[B, T, D]`` of the call is the hidden states.
         kwargs: by name.
         cache: name and position of the argument that takes the cache; None where the layer has none.
+        reads_starts: whether the layer reads where documents begin (``cu_seq_lens_q``, ``seq_idx``), as states do.
         reads_positions: whether a document begins where positions start again, as flash attention takes them.
 
     Attributes:
@@ -48,8 +49,9 @@ class ChunkedCall:
     """
 
     def __init__(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], cache: tuple[str, int] | None, reads_positions: bool
-    ) -> None:
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], cache: tuple[str, int] | None, *,
+        reads_starts: bool = False, reads_positions: bool = False,
+    ) -> None:  # fmt: skip
         args, kwargs = list(args), dict(kwargs)
         self._cache, position = cache or ("", len(args))
         self._cache_at = position if position < len(args) else None
@@ -85,7 +87,8 @@ class ChunkedCall:
         named = kwargs.get("attention_mask")
         if isinstance(named, Tensor) and named.shape == (self.batch, self.tokens):
             self.padding = named.bool()
-        self._read_documents(starts, kwargs.get("position_ids") if reads_positions else None)
+        if reads_starts or reads_positions:
+            self._read_documents(starts, kwargs.get("position_ids") if reads_positions else None)
 
     def _sort(self, number: int, leaf: Tensor) -> None:
         """Decide along which dimension an argument is cut."""
@@ -115,8 +118,6 @@ class ChunkedCall:
             self.why_whole = f"it takes an argument of shape {tuple(shape)}, which cannot be split into chunks"
 
     def _read_documents(self, starts: Mapping[str, Any], positions: Any) -> None:
-        if self.mask is not None:
-            return  # which keeps documents apart by itself
         boundaries = next((starts[name] for name in DOCUMENTS if starts.get(name) is not None), None)
         if boundaries is None and isinstance(positions, Tensor) and positions.shape == (1, self.tokens):
             changes = (positions[0].diff() != 1).nonzero().flatten() + 1

@@ -60,6 +60,18 @@ class Segment:
         return recorded
 
 
+class AllComputed:
+    """Forward hook on the module around the layers: raises where layers were recorded and no later one ran them."""
+
+    def __init__(self, proofs: ChunkProofs) -> None:
+        self.proofs = proofs
+
+    def __call__(self, *_: Any) -> None:
+        segment = self.proofs.recording
+        if segment is not None and segment.recorded and not torch.compiler.is_compiling():
+            segment.recorded[-1][0].refuse_segment("the layers after it were not called", "behind")
+
+
 @dataclass(frozen=True)
 class ChunkSetting:
     """How one layer runs in chunks.
@@ -108,6 +120,12 @@ class ChunkForward(Installed):
         self.cache = cache_argument(layer)
         self.chunks, self.refused = 0, ""
         self.together, self.alone_reason = False, ""
+        self.hook: Any = None  # of the module around the layers, for the first of them
+
+    def remove(self) -> None:
+        if self.hook is not None:
+            self.hook.remove()
+        super().remove()
 
     def note(self) -> str:
         of_layers = f", with {self.segment.layers} layers" if self.segment.layers > 1 else ""
@@ -127,13 +145,15 @@ class ChunkForward(Installed):
         if cache is not None and not torch.is_grad_enabled():
             return self.original(*args, **kwargs)  # generate() on a model in training mode
         segment, position = self.segment, self.chunk.position
-        if not position and (left := segment.take()):
-            logger.warning(
-                "%s and the layers of its segment were not computed in the forward before this one, which ended in an "
-                "error or did not call the segment's last layer; use segment=1 if layers are skipped",
-                left[0][0].chunk.name,
-            )
-        call = ChunkedCall(args, kwargs, self.cache, self._reads_positions())
+        if not position:
+            segment.take()  # of a forward that ended in an error
+        flash = self.chunk.attends and self._is_flash()
+        call = ChunkedCall(
+            args, kwargs, self.cache, reads_starts=flash or not self.chunk.attends, reads_positions=flash
+        )
+        before = self.proofs.recording  # the segment that recorded last
+        if before not in (None, segment) and before.recorded and before.hidden_states is call.hidden_states:
+            before.recorded[-1][0].refuse_segment("the layers after it were not called", "behind")
         why = call.why_whole or self._hooked() or ("" if checkpointed else _why_not_without(cache, module))
         proof = UNKNOWN if why else self.proofs.of(self.module, call, args, kwargs)
         if why := why or proof.why_not:
@@ -141,18 +161,15 @@ class ChunkForward(Installed):
         self.check()
         self.refused = ""
         hidden_states = call.hidden_states
-        before = self.proofs.recording  # the segment that recorded last
-        if before not in (None, segment) and before.recorded and before.hidden_states is hidden_states:
-            before.recorded[-1][0].refuse_segment("the layers after it were not called", "behind")
         self.alone_reason = self._why_alone(proof)
         alone = segment.layers == 1 or bool(self.alone_reason)
         if segment.recorded and (alone or hidden_states is not segment.hidden_states):
             self.refuse_segment(self.alone_reason or "hidden states change between them")
         cuts = self._cuts([call])
-        if call.mask is not None and any(
-            call.mask.reaches(start, start + size) for start, size in tile_ranges(cuts.sizes)
-        ):
+        if _reaches(call, cuts):
             return self._whole("its mask lets tokens see tokens of later chunks", args, kwargs)
+        if call.mask is not None and call.mask.hides_all:
+            return self._whole("its mask hides all tokens from some, which then attend to all", args, kwargs)
         self.called, self.acted = True, self.acted or len(cuts.sizes) > 1
         self.most_tiles = max(self.most_tiles, len(cuts.sizes))
         self.most_tokens = max(self.most_tokens, call.batch * call.tokens)
@@ -165,10 +182,8 @@ class ChunkForward(Installed):
             return proof.as_returned(hidden_states)
         return self._run(segment.take(), bool(checkpointed))
 
-    def _reads_positions(self) -> bool:
-        """Whether its attention keeps packed documents apart by their positions."""
-        if not self.chunk.attends:
-            return False
+    def _is_flash(self) -> bool:
+        """Whether its attention keeps packed documents apart by their positions and ends."""
         kinds = {attention_kind(module) for module in self.module.modules()}
         return any(kind is not None and kind.startswith("flash") for kind in kinds)
 
@@ -181,6 +196,8 @@ class ChunkForward(Installed):
         """The node of a segment, under the last layer's activation checkpoint."""
         modules, calls = [forward.module for forward, _ in recorded], [call for _, call in recorded]
         cuts, changed = self._cuts(calls), self.settings_of(modules).changed
+        if len(calls) > 1 and any(_reaches(call, cuts) for call in calls):
+            self.refuse_segment("its mask lets tokens see tokens of later chunks")
         for forward, _ in recorded:
             forward.chunks = max(forward.chunks, len(cuts.sizes))
             forward.together = forward.together or len(recorded) > 1
@@ -229,6 +246,12 @@ class ChunkForward(Installed):
             if self.is_news(why):
                 logger.warning("%s runs whole: %s", self.chunk.name, why)
         return self.original(*args, **kwargs)
+
+
+def _reaches(call: ChunkedCall, cuts: StateTiles) -> bool:
+    """Whether some token sees one of a later chunk."""
+    mask = call.mask
+    return mask is not None and any(mask.reaches(start, start + size) for start, size in tile_ranges(cuts.sizes))
 
 
 def _why_not_without(cache: Any, layer: nn.Module) -> str:

@@ -119,6 +119,7 @@ def run_with_state(
     begins: Collection[int] = (),
     weights: Weights = dict,
     before_backward: Callable[[Sequence[Tensor]], None] | None = None,
+    after_backward: Callable[[], None] | None = None,
     changed: Changed = str,
 ) -> Any:
     """Compute a layer that carries a state along the sequence, one tile of the sequence at a time.
@@ -136,6 +137,8 @@ def run_with_state(
         begins: numbers of the tiles besides the first at which a sequence begins: they get no state.
         weights, changed: as for :func:`run_in_tiles`.
         before_backward: called with ``tensors`` before the first tile of a backward is recomputed.
+        after_backward: called after the backward of all tiles.
+        after_backward: called after the last tile's backward.
 
     Returns:
         The outputs of ``run``, joined along dimension 1.
@@ -155,7 +158,15 @@ def run_with_state(
     if not torch.is_grad_enabled() or not any(t.requires_grad for t in (*tensors, *live.values())):
         return _run_without_gradient(run, tensors, cuts, begins)
     return _run_with_gradient(
-        run, tensors, cuts, weights, live, begins, before_backward=before_backward, changed=changed
+        run,
+        tensors,
+        cuts,
+        weights,
+        live,
+        begins,
+        before_backward=before_backward,
+        after_backward=after_backward,
+        changed=changed,
     )
 
 
@@ -185,6 +196,7 @@ def _run_with_gradient(
     begins: Collection[int] = (),
     computed: Mapping[str, Tensor] = NO_TENSORS,
     before_backward: Callable[[Sequence[Tensor]], None] | None = None,
+    after_backward: Callable[[], None] | None = None,
     unpacked: Weights | None = None,
     changed: Changed = str,
 ) -> Any:
@@ -193,7 +205,7 @@ def _run_with_gradient(
     names, same = tuple(trained), SameWeights(live)
     names += tuple(name for name, weight in computed.items() if weight.requires_grad)
     trained |= computed
-    gradients = TileGradients(cuts, [(name, weight.dtype) for name, weight in trained.items()])
+    gradients = TileGradients(cuts, [(name, weight.dtype) for name, weight in trained.items()], after_backward)
     saved: list[Tensor] = []
     token = _Save.apply(gradients, saved, len(rows), len(computed), *rows, *trained.values())  # type: ignore[no-untyped-call]
     source = TileSource(cuts, token, rows, computed, saved, before_backward, unpacked)
@@ -330,12 +342,16 @@ class TileGradients:
     Attributes:
         cuts: the tiles.
         weights: name and dtype of each weight that trains.
+        after: called when the gradients have been taken.
         sums: the sum of each weight's gradient, by name, as far as tiles have added to it.
     """
 
-    def __init__(self, cuts: Cuts, weights: Sequence[tuple[str, torch.dtype]]) -> None:
+    def __init__(
+        self, cuts: Cuts, weights: Sequence[tuple[str, torch.dtype]], after: Callable[[], None] | None = None
+    ) -> None:
         self.cuts = cuts
         self.weights = weights
+        self.after = after
         self._clear()
 
     def _clear(self) -> None:
@@ -389,6 +405,8 @@ class TileGradients:
             total = self.sums.pop(name, None)
             result.append(None if total is None else total.result().to(dtype))
         self._clear()
+        if self.after is not None:
+            self.after()
         return result
 
 

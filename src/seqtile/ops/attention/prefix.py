@@ -10,16 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from seqtile._compat import FakeTensor, keeps_graph
+from seqtile._compat import FakeTensor, version_of
 from seqtile.ops.attention import piece_kernels
 from seqtile.ops.attention.piece_kernels import HIDDEN, Piece
 from seqtile.ops.grad_accumulator import LOW
+from seqtile.ops.rng import Autocast
 from seqtile.ops.token_tiles import refuse_second_derivative
 
 KEYS_AT_ONCE = 2**16
@@ -64,11 +66,9 @@ class KeyValues:
         """Release keys, values and gradients."""
         self.keys = self.values = self._gradients = None
 
-    def end_backward(self) -> None:
-        """After the first chunk's backward: release the gradients, and the rest unless the graph is kept."""
+    def drop_gradients(self) -> None:
+        """Release the gradients, after the first chunk's backward."""
         self._gradients = None
-        if not keeps_graph():
-            self.drop()
 
 
 class GivenMask:
@@ -80,7 +80,12 @@ class GivenMask:
 
     def __init__(self, mask: Tensor) -> None:
         self.mask = mask
+        self._version = _version(mask)
         self._kinds: dict[tuple[int, int, int, int], str] = {}
+
+    def describes(self, mask: Tensor) -> bool:
+        """Whether ``mask``, the tensor that it was made of, still has the values that it had."""
+        return self._version == _version(mask)
 
     def _seen(self, first: int, last: int, key: int, end: int) -> Tensor:
         block = self.mask[:, :, first:last, key:end]
@@ -109,6 +114,15 @@ class GivenMask:
             "causal" if square and bool((seen == seen.new_ones(last - first, last - first).tril_()).all()) else "some"
         )
 
+    @cached_property
+    def hides_all(self) -> bool:
+        """Whether some query sees no key of a mask that is added: untiled, it then attends to all of them alike."""
+        if self.mask.dtype == torch.bool or isinstance(self.mask, FakeTensor):
+            return False
+        tokens = self.mask.shape[-1]
+        rows = range(0, tokens, MASKED_KEYS)
+        return not all(bool(self._seen(row, row + MASKED_KEYS, 0, tokens).any(-1).all()) for row in rows)
+
     def reaches(self, first: int, last: int) -> bool:
         """Whether one of these queries sees a key behind them all."""
         tokens = self.mask.shape[-1]
@@ -118,8 +132,13 @@ class GivenMask:
         """The bias of one block."""
         block = self.mask[:, :, first:last, key:end]
         if block.dtype != torch.bool:
-            return block.to(dtype)
+            # Added to a score, the lowest number hides a key from the softmax, and not from a log-sum-exp.
+            return block.to(dtype).masked_fill(~self._seen(first, last, key, end), -torch.inf)
         return torch.zeros(block.shape, dtype=dtype, device=block.device).masked_fill_(~block, -torch.inf)
+
+
+def _version(mask: Tensor) -> int | None:
+    return None if mask.is_inference() else version_of(mask)
 
 
 @dataclass(frozen=True)
@@ -150,7 +169,9 @@ class Visible:
         for first in range(self.start, self.end, step):
             yield first, min(first + step, self.end)
 
-    def pieces(self, first: int, last: int, dtype: torch.dtype) -> Iterator[tuple[int, int, bool, Tensor | None]]:
+    def pieces(
+        self, first: int, last: int, dtype: torch.dtype, *, at_once: int
+    ) -> Iterator[tuple[int, int, bool, Tensor | None]]:
         """(first key, one beyond the last, causal, bias or None) for queries ``first`` to ``last``."""
         if self.mask is not None:
             yield from self._masked_pieces(self.mask, first, last, dtype)
@@ -158,8 +179,8 @@ class Visible:
         low = self.begin if self.window is None else max(self.begin, first - self.window + 1)
         needs_mask = self.window is not None and last - low > self.window
         if not needs_mask and self.padding is None:
-            for key in range(low, first, KEYS_AT_ONCE):
-                yield key, min(key + KEYS_AT_ONCE, first), False, None
+            for key in range(low, first, at_once):
+                yield key, min(key + at_once, first), False, None
             yield first, last, True, None
             return
         for key in (*range(low, first, MASKED_KEYS), *range(first, last, MASKED_KEYS)):
@@ -224,7 +245,10 @@ def prefix_attention(
     Memory:
         The store: keys and values of the sequence, and in the backward their gradients (fp32 for low precision).
     """
-    output: Tensor = _PrefixAttention.apply(query, key, value, sinks, store, visible, scale, softcap)  # type: ignore[no-untyped-call]
+    with Autocast.of(query).off():
+        output: Tensor = _PrefixAttention.apply(  # type: ignore[no-untyped-call]
+            query, key, value, sinks, store, visible, scale, softcap
+        )
     return output
 
 
@@ -236,13 +260,14 @@ class _PrefixAttention(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         keys, values = store.write(visible.start, k, v)
         batch, heads, tokens = q.shape[:3]
+        at_once = MASKED_KEYS if softcap else KEYS_AT_ONCE  # no fused kernel has a soft cap
         output = q.new_empty(batch, tokens, heads, v.shape[-1]).transpose(1, 2)  # as the output projection reads it
         lse = q.new_empty(q.shape[:-1], dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
         for first, last in visible.query_ranges():
             rows = slice(first - visible.start, last - visible.start)
             queries = q[:, :, rows]
             joined: tuple[Tensor, Tensor] | None = None
-            for a, b, causal, bias in visible.pieces(first, last, q.dtype):
+            for a, b, causal, bias in visible.pieces(first, last, q.dtype, at_once=at_once):
                 piece = Piece(scale, causal, bias, softcap)
                 of_piece = piece_kernels.forward(queries, keys[:, :, a:b], values[:, :, a:b], piece)
                 if joined is None:
@@ -263,15 +288,22 @@ class _PrefixAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         refuse_second_derivative()
+        with Autocast.of(grad).off():
+            return _PrefixAttention.gradients(ctx, grad)
+
+    @staticmethod
+    def gradients(ctx: Any, grad: Tensor) -> Any:
+        """Those of all arguments, outside autocast."""
         q, output, lse, sinks = ctx.saved_tensors
         store, visible, scale, softcap = ctx.rest
         keys, values = store.keys, store.values
+        at_once = MASKED_KEYS if softcap else KEYS_AT_ONCE
         dkeys, dvalues = store.gradients(visible.end)
         dq = torch.zeros_like(q, dtype=lse.dtype)
         for first, last in visible.query_ranges():
             rows = slice(first - visible.start, last - visible.start)
             chunk = [x[:, :, rows] for x in (grad, q, output, lse)]
-            for a, b, causal, bias in visible.pieces(first, last, q.dtype):
+            for a, b, causal, bias in visible.pieces(first, last, q.dtype, at_once=at_once):
                 of_queries, of_keys, of_values = piece_kernels.backward(
                     chunk[0], chunk[1], keys[:, :, a:b], values[:, :, a:b], chunk[2], chunk[3],
                     Piece(scale, causal, bias, softcap),
@@ -286,5 +318,5 @@ class _PrefixAttention(torch.autograd.Function):
         own = slice(visible.start, visible.end)
         dk, dv = dkeys[:, :, own].to(q.dtype), dvalues[:, :, own].to(q.dtype)
         if visible.start == 0:
-            store.end_backward()
+            store.drop_gradients()
         return dq.to(q.dtype), dk, dv, dsinks, None, None, None, None
