@@ -129,7 +129,7 @@ def _plain_settings(attributes: dict[str, Any]) -> dict[str, Any]:
     return {
         name: setting(value) for name, value in attributes.items()
         if not isinstance(value, Tensor)
-        and (name == "training" or name not in INTERNAL and not name.startswith(BOOKKEEPING))
+        and (name == "training" or name not in INTERNAL and not name.startswith((*BOOKKEEPING, "_seqtile")))
     }  # fmt: skip
 
 
