@@ -81,7 +81,7 @@ def _child(
     logging.getLogger("seqtile").addHandler(logging.StreamHandler())
     logging.getLogger("seqtile").setLevel(logging.INFO)
     if kill is not None:
-        _plan(kill)
+        _plan(kill, Path(values["output"]))
     try:
         outcome = run(build_recipe(values, {})[0], resume=resume, resume_from=checkpoint)
     except (UserError, RunError) as error:
@@ -90,7 +90,7 @@ def _child(
     log.with_suffix(".json").write_text(json.dumps(outcome.losses))
 
 
-def _plan(kill: Kill) -> None:
+def _plan(kill: Kill, output: Path) -> None:
     """Put the kill where it belongs."""
     import safetensors.torch
     import torch
@@ -112,14 +112,15 @@ def _plan(kill: Kill) -> None:
         trainer.Trainer._get_grad_norm = after_backward  # type: ignore[method-assign]
         return
 
-    folder = f"checkpoint-{kill.step}" if kill.step else None
+    # The trial before the first step, in a directory of its own, writes an adapters' file too, without a tensor.
+    folder = output / f"checkpoint-{kill.step}" if kill.step else output
 
     def dying(write: Any, place: int) -> Any:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             result = write(*args, **kwargs)
             path = Path(args[place])
             # PEFT's and transformers' own writers land here too, under the final name.
-            if path.name == kill.writing and (path.parent.name == folder if folder else "checkpoint" not in str(path)):
+            if path == folder / kill.writing:
                 if path.name == run_directory.MARK:
                     path.rename(path.with_name(".part"))  # as it lies there before the rename that makes it count
                 else:

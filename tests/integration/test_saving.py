@@ -11,6 +11,7 @@ import peft
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GenerationConfig, TrainerCallback
 
 import seqtile.train.trainer
@@ -70,6 +71,21 @@ def test_what_cannot_be_saved_is_refused_before_the_first_step(
     assert {path.name for path in (tmp_path / "out").iterdir()} <= {"recipe.yaml"}
 
 
+@pytest.mark.parametrize("values", [{}, LORA], ids=["full", "lora"])
+def test_the_trial_before_the_first_step_writes_no_weights(
+    values: dict[str, Any], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors: list[set[str]] = []
+
+    def look(folder: Path, *_: Any) -> None:
+        tensors.append({name for file in folder.glob("*.safetensors") for name in load_file(file)})
+
+    monkeypatch.setattr(seqtile.train.trainer, "write_card", look)
+    run(model, tmp_path, **values)
+    in_trial, *_, in_result = tensors
+    assert not in_trial and in_result
+
+
 @pytest.mark.parametrize("lora", [None, {"r": 2}], ids=["full", "lora"])
 @pytest.mark.parametrize(
     "unusable", [{"do_sample": False, "temperature": 0.6, "top_p": 0.9}, {"early_stopping": True}, {"min_p": 0.1}]
@@ -116,8 +132,6 @@ def test_weights_keep_the_dtype_that_was_asked_for(
 ) -> None:
     AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).save_pretrained(model)
     output = run(model, tmp_path, **values)
-    from safetensors.torch import load_file
-
     weights = load_file(next(output.glob("*model.safetensors")))
     assert {weight.dtype for weight in weights.values()} == {dtype}
 

@@ -337,7 +337,7 @@ class Trainer(SFTTrainer, _SplitLoss):
         """After a resume: the rate of this run's schedule; the checkpoint has that of its own, 0 at its last step."""
         scheduler: Any = self.lr_scheduler
         scheduler = getattr(scheduler, "scheduler", scheduler)  # accelerate's wrapper
-        if isinstance(scheduler, torch.optim.lr_scheduler.LambdaLR):
+        if isinstance(scheduler, torch.optim.lr_scheduler.LambdaLR) and scheduler.last_epoch:  # else it starts anew
             scheduler.last_epoch -= 1
             scheduler.step()
 
@@ -488,8 +488,7 @@ class _Checks(TrainerCallback):
         if self.trainer.all_done:
             raise _NothingToTrain
         self.trainer.try_saving()
-        if state.global_step:
-            self.trainer.set_learning_rate()
+        self.trainer.set_learning_rate()
         if state.global_step == 0:
             self.trainer.begin()
 
