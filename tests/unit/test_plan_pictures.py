@@ -105,7 +105,7 @@ def test_two_small_depths_tell_what_a_deep_tower_holds(kind: str) -> None:
     assert planned.peak == pytest.approx(measured.peak, abs=64)
     for name, part in measured.peaks.items():
         off = 0.05 if name.part in (TOWER, REST) else 1e-5
-        assert planned.peaks[name].total == pytest.approx(part.total, rel=off), name
+        assert planned.peaks[name].total == pytest.approx(part.total, rel=off, abs=64), name  # some numbers of the loss
 
 
 def test_a_larger_picture_is_more_tokens_and_more_memory() -> None:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from seqtile._compat import attention_is_exchangeable, buffers_of
 from seqtile._errors import UserError, in_its_words, passed_other_code
@@ -72,12 +72,16 @@ def add_masks(model: Any, ids: Tensor) -> dict[str, Tensor]:
     return masks
 
 
-def lengthen_positions(model: nn.Module, tokens: int) -> None:
+def lengthen_positions(model: Any, tokens: int) -> None:
     """Have the positions that a fake model keeps reach as far as a row of ``tokens`` tokens.
 
-    Fake rows may be longer than the model can read. Nothing is made: a row's part of such a buffer is a view.
+    Fake rows may be longer than the model can read. Nothing is made: a row's part of such a buffer is a view. Those
+    of a vision tower number its patches, and stay.
     """
+    embeddings = model.get_input_embeddings()
     for module in model.modules():
+        if embeddings not in module.children():
+            continue
         buffers = buffers_of(module)
         for name in _POSITIONS:
             positions = buffers.get(name)
