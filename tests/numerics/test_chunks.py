@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import seqtile
 from numerics._errors import assert_all_no_worse, assert_no_worse
 from seqtile import UserError
-from seqtile._compat import has_kernel
+from seqtile._compat import checkpoints_in_forward, has_kernel
 from seqtile.checkpointing.host_offload import HostMemory
 from seqtile.chunks.segment import ChunkForward
 from seqtile.counting import count_live_bytes, count_products
@@ -302,6 +302,8 @@ def test_a_segment_moves_one_hidden_state_to_the_host(segment: int, monkeypatch:
 
     monkeypatch.setattr(HostMemory, "park", counted)
     model = build("llama")
+    if segment > 1 and not checkpoints_in_forward(model.model.layers[0]):
+        pytest.skip(f"transformers {transformers.__version__} checkpoints each layer, and the segment keeps its input")
     seqtile.apply(model, chunk=64, segment=segment, offload=True)
     step(model, batch_of())
     assert moved[0] == 4 // segment * 2 * 150 * SIZES["hidden_size"] * 4
