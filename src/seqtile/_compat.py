@@ -603,6 +603,12 @@ def captures_nothing(hook: Any) -> bool:
     return not module._active_collector.get()
 
 
+def captures_by_forward(module: nn.Module) -> bool:
+    """Whether transformers before 5.16 has wrapped the forward of an instance, to record its outputs for this call."""
+    code = getattr(module.__dict__.get("forward"), "__code__", None)
+    return code is not None and "collected_outputs" in code.co_freevars
+
+
 # ---- accelerate ----
 
 BOOKKEEPING = (

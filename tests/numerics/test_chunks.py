@@ -774,10 +774,6 @@ def test_kernels_exist() -> None:
     assert has_kernel("aten::_scaled_dot_product_flash_attention_for_cpu_backward", "CPU")
 
 
-@pytest.mark.skipif(
-    tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 16),
-    reason=f"router logits are recorded as from 5.16 on, and transformers {transformers.__version__} is older",
-)
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "mixtral"])
 @pytest.mark.parametrize("segment", [1, 2])
 def test_balance_losses_are_those_of_whole_layers(family: str, segment: int, caplog: pytest.LogCaptureFixture) -> None:

@@ -15,6 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from seqtile._compat import (
     CHECKPOINT_FUNCTION,
     attention_kind,
+    captures_by_forward,
     captures_nothing,
     checkpoints_in_forward,
     forward_pre_hooks_of,
@@ -27,7 +28,7 @@ from seqtile.chunks.chunk_proof import UNKNOWN, ChunkProof, ChunkProofs
 from seqtile.chunks.layer_call import ChunkedCall
 from seqtile.engines.flat import is_flat_view, named_weights
 from seqtile.engines.zero12 import reduces_as_they_arrive
-from seqtile.recognise.live_weights import foreign_hooks
+from seqtile.recognise.live_weights import foreign_hooks, seen_inside
 from seqtile.state.state_cache import cache_argument
 from seqtile.state.tile_call import given
 from seqtile.tiling import StateTiles, chunk_sizes, tile_ranges
@@ -219,7 +220,7 @@ class ChunkForward(Installed):
             return f"{type(self.module).__name__} returns other tensors beside its hidden states"
         if frees_weights(self.module):
             return "weights are on the device for one layer at a time"
-        if not all(map(captures_nothing, foreign_hooks(self.module))):
+        if captures_by_forward(self.module) or not all(map(captures_nothing, foreign_hooks(self.module))):
             return "hooks read a layer's hidden states"
         return "reentrant checkpoints recompute one layer at a time" if is_reentrant(self.module) else ""
 
@@ -233,10 +234,8 @@ class ChunkForward(Installed):
 
     def _hooked(self) -> str:
         """Why hooks inside the layer keep it whole, or ""."""
-        for name, submodule in self.module.named_modules():
-            if name and not all(map(captures_nothing, foreign_hooks(submodule))):
-                return f"{name} has hooks, which chunks would call with other tensors"
-        return ""
+        name = seen_inside(self.module)
+        return name and f"{name} has hooks, which chunks would call with other tensors"
 
     def _whole(self, why: str, args: Any, kwargs: Any) -> Any:
         if self.segment.recorded:

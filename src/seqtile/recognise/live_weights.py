@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from seqtile._compat import HOOKS
+from seqtile._compat import HOOKS, captures_by_forward, captures_nothing
 from seqtile.counting.fake import PLAIN
 from seqtile.engines.flat import ParameterSwap, call_with_weights, named_weights
 from seqtile.ops.linear import Adapter, Packed, Projection
@@ -46,6 +46,14 @@ def foreign_hooks(module: nn.Module) -> Iterator[Any]:
         for hook in getattr(module, name).values():
             if not str(getattr(hook, "__module__", "")).startswith("seqtile."):
                 yield hook
+
+
+def seen_inside(module: nn.Module) -> str:
+    """The name of a module inside whose calls a hook or a recorder sees, or ""; tiles would call it more often."""
+    for name, submodule in module.named_modules():
+        if name and (captures_by_forward(submodule) or not all(map(captures_nothing, foreign_hooks(submodule)))):
+            return name
+    return ""
 
 
 def row_wise(

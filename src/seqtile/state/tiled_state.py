@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from seqtile._compat import CHECKPOINT_FUNCTION, captures_nothing, checkpoints_in_forward, hook_on_every_module
+from seqtile._compat import CHECKPOINT_FUNCTION, checkpoints_in_forward, hook_on_every_module
 from seqtile.blocks.instance import Installed, inside_a_tile, logger
 from seqtile.engines.flat import named_weights
 from seqtile.engines.zero12 import reduces_as_they_arrive
-from seqtile.recognise.live_weights import foreign_hooks
+from seqtile.recognise.live_weights import seen_inside
 from seqtile.state.state_cache import cache_argument
 from seqtile.state.state_proof import StateProofs
 from seqtile.state.tile_call import ReadWholeError, TileCall, given, in_tiles
@@ -75,7 +75,7 @@ class StateForward(Installed):
             return self._whole("it was called with a cache; pass use_cache=False", args, kwargs)
         if hook := hook_on_every_module():
             return self._whole(f"a hook on every module ({hook}) would see tiles", args, kwargs)
-        if hooked := self._hooked():
+        if hooked := seen_inside(module):
             return self._whole(f"{hooked} has hooks, which tiles would call with other tensors", args, kwargs)
         call = TileCall(args, kwargs, cache)
         if call.why_whole:
@@ -100,14 +100,6 @@ class StateForward(Installed):
             return tiled(*tensors)
         except ReadWholeError as error:
             return self._whole(str(error), args, kwargs)
-
-    def _hooked(self) -> str:
-        """A module inside with a hook that would see tiles, or ""."""
-        name: str
-        for name, submodule in self.module.named_modules():
-            if name and not all(map(captures_nothing, foreign_hooks(submodule))):
-                return name
-        return ""
 
     def _whole(self, why: str, args: Any, kwargs: Any) -> Any:
         if torch.is_grad_enabled():
