@@ -50,6 +50,7 @@ def foreign_hooks(module: nn.Module) -> Iterator[Any]:
 
 def seen_inside(module: nn.Module) -> str:
     """The name of a module inside whose calls a hook or a recorder sees, or ""; tiles would call it more often."""
+    name: str
     for name, submodule in module.named_modules():
         if name and (captures_by_forward(submodule) or not all(map(captures_nothing, foreign_hooks(submodule)))):
             return name
