@@ -128,14 +128,19 @@ PRE_HOOKS = HOOKS[1]
 OUTPUT_HOOKS = ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
 """The hooks that see or change what the forward returns."""
 
-_HOOKS_OF_ALL = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks",
-                 "_global_backward_pre_hooks")  # fmt: skip
+HOOKS_OF_ALL: list[dict[int, Any]] = [
+    _find(f"torch.nn.modules.module.{name}")
+    for name in (
+        "_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks", "_global_backward_pre_hooks",
+    )
+]  # fmt: skip
+"""The hooks on all modules of the process; empty in nearly all, so ask ``any(HOOKS_OF_ALL)`` in a step first."""
 
 
 def hook_on_every_module() -> str:
     """The name of a hook on all modules of the process, or ""; PyTorch's own change nothing."""
-    for name in _HOOKS_OF_ALL:
-        for hook in getattr(torch.nn.modules.module, name).values():
+    for hooks in HOOKS_OF_ALL:
+        for hook in hooks.values():
             function = getattr(hook, "func", hook)  # of a partial
             if not str(getattr(function, "__module__", "")).startswith("torch."):
                 return str(getattr(function, "__qualname__", type(function).__name__))

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "walk.py"
 pytestmark = pytest.mark.skipif(not SCRIPT.exists(), reason="no benchmarks here: an installed package")
@@ -22,10 +21,6 @@ def script() -> dict[str, Any]:
     return runpy.run_path(str(SCRIPT))
 
 
-@pytest.mark.skipif(
-    tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 16),
-    reason=f"calls are counted with 5.16, and transformers {transformers.__version__} is older",
-)
 @pytest.mark.parametrize(("way", "calls", "switches"), [("fused", 88, 46), ("head-wise", 110, 50)])
 def test_the_walk_is_short(way: str, calls: int, switches: int) -> None:
     """It was 284 calls with 91 switches between files, and 230 with 102; the norm before attention has 8 of them.

@@ -16,6 +16,7 @@ from torch.nn.utils.parametrize import type_before_parametrizations
 
 from seqtile._compat import (
     HOOKED_FORWARD,
+    HOOKS_OF_ALL,
     MODULES,
     PARAMETERS,
     PER_SEQUENCE,
@@ -305,7 +306,7 @@ class Installed(ForwardStandIn):
             return self._run_compiled(chain, tensors, call, untiled, lanes, computed)
         if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
             refuse_trace()
-        if hook := hook_on_every_module():
+        if any(HOOKS_OF_ALL) and (hook := hook_on_every_module()):
             return self._run_untiled(f"a hook on every module ({hook}) would see tiles", untiled)
         x, keep = tensors[0], self.setting.keep
         if x.is_nested:

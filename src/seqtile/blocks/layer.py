@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from seqtile._compat import (
     CHECKPOINT_FUNCTION,
+    HOOKS_OF_ALL,
     MODULES,
     active_fake_mode,
     attention_kind,
@@ -199,7 +200,7 @@ class NormedAttention:
         norm, attention, fsdp1 = getattr(layer, self.norm), getattr(layer, self.attention), wrapper()
         if has_hooks(norm) or has_foreign_hooks(attention) or isinstance(norm, fsdp1) or isinstance(attention, fsdp1):
             return {}
-        if torch.compiler.is_compiling() or hook_on_every_module():
+        if torch.compiler.is_compiling() or (any(HOOKS_OF_ALL) and hook_on_every_module()):
             return {}
         if not getattr(attention.__dict__.get("forward"), "takes_norm", False):
             return {}
@@ -303,7 +304,7 @@ class TiledLayer(Installed):
         """Why the members cannot run in one tile now, or ""."""
         if _forward_code(layer) is not self._code:
             return "its forward differs from the one that seqtile read"
-        if hook := hook_on_every_module():
+        if any(HOOKS_OF_ALL) and (hook := hook_on_every_module()):
             return f"a hook on every module ({hook}) would see tiles"
         fsdp1, hooked = wrapper(), []
         for name in self.names:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from seqtile._compat import CACHE_ARGUMENTS, attention_kind, hook_on_every_module
+from seqtile._compat import CACHE_ARGUMENTS, HOOKS_OF_ALL, attention_kind, hook_on_every_module
 from seqtile._errors import UserError
 from seqtile._log import first_rank_logger
 from seqtile.blocks.instance import Installed
@@ -118,7 +118,7 @@ class HeadWise(Installed):
             reason = "attention weights were requested"
         elif differentiated:
             reason = "it was called with another tensor that requires a gradient"
-        elif hook := hook_on_every_module():
+        elif any(HOOKS_OF_ALL) and (hook := hook_on_every_module()):
             reason = f"a hook on every module ({hook}) would see some of the heads"
         elif attention == "flex_attention":
             reason = "flex_attention compiles its kernel for all heads"

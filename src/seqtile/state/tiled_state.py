@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from seqtile._compat import CHECKPOINT_FUNCTION, checkpoints_in_forward, hook_on_every_module
+from seqtile._compat import CHECKPOINT_FUNCTION, HOOKS_OF_ALL, checkpoints_in_forward, hook_on_every_module
 from seqtile.blocks.instance import Installed, inside_a_tile, logger
 from seqtile.engines.flat import named_weights
 from seqtile.engines.zero12 import reduces_as_they_arrive
@@ -73,7 +73,7 @@ class StateForward(Installed):
         checkpointed = module.training and torch.is_grad_enabled() and getattr(module, "gradient_checkpointing", False)
         if given(args, kwargs, cache) is not None and not checkpointed:
             return self._whole("it was called with a cache; pass use_cache=False", args, kwargs)
-        if hook := hook_on_every_module():
+        if any(HOOKS_OF_ALL) and (hook := hook_on_every_module()):
             return self._whole(f"a hook on every module ({hook}) would see tiles", args, kwargs)
         if hooked := seen_inside(module):
             return self._whole(f"{hooked} has hooks, which tiles would call with other tensors", args, kwargs)
