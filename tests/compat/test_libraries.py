@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import nn
 
 from seqtile import _compat
@@ -137,12 +136,9 @@ def test_what_peft_refuses() -> None:
     assert not _compat.refuses_adapter(config, "llama", "out_proj")
 
 
-@pytest.mark.skipif(
-    tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 16),
-    reason=f"PEFT maps the names of 5.16, and transformers {transformers.__version__} is older",
-)
 def test_names_that_peft_turns_into_adapters_on_experts() -> None:
-    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    peft = pytest.importorskip("peft", "0.20")  # 0.19 itself fails at "all-linear" for such a model
+    transformers = pytest.importorskip("transformers")
     sizes = dict(hidden_size=32, moe_intermediate_size=24, num_experts=3, num_hidden_layers=1, num_attention_heads=2)
     model = transformers.Qwen3MoeForCausalLM(
         transformers.Qwen3MoeConfig(**sizes, num_key_value_heads=1, head_dim=20, vocab_size=72)
