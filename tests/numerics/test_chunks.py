@@ -395,6 +395,22 @@ def test_left_padding_under_eager_attention() -> None:
     assert_all_no_worse(step(model, batch), expected, truth, factor=4.0, floor=2e-6)
 
 
+@pytest.mark.parametrize("shape", ["one per token", "one per pair of tokens"])
+def test_an_argument_that_looks_like_a_mask_is_none(shape: str) -> None:
+    """Attention sees what the layer gives it as its mask, whatever else goes through the layer."""
+    ids = batch_of(1, 300)["input_ids"]
+    marked = torch.ones(1, 300, dtype=torch.bool) if shape == "one per token" else visible_to(300)[None, None].clone()
+    marked[..., 100:200] &= torch.eye(300, dtype=torch.bool)[:, 100:200] if marked.dim() == 4 else False
+    batch = dict(
+        input_ids=ids, labels=ids, marked=marked if shape == "one per token" else marked.expand(1, 1, 300, 300)
+    )
+    expected, truth = step(build("llama"), batch), in_double(step(build("llama", torch.float64), batch))
+    model = build("llama")
+    seqtile.apply(model, chunk=64)
+    assert_all_no_worse(step(model, batch), expected, truth, factor=4.0, floor=2e-6)
+    assert chunks_of(model) == [5] * 4
+
+
 def test_a_mask_that_is_written_to_is_read_again() -> None:
     ids = batch_of(1)["input_ids"]
     mask = visible_to(150)[None, None].clone()

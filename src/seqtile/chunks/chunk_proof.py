@@ -200,7 +200,7 @@ class _Shortened:
         call, tokens = self._call, self._tokens
         if value is call.hidden_states:
             return self.hidden_states
-        if call.mask is not None and value.shape[-2:] == (call.tokens, call.tokens) and value.dim() == 4:
+        if any(value is mask for mask in call.masks):
             causal = torch.ones(tokens, tokens, dtype=torch.bool, device=value.device).tril_()
             if value.dtype == torch.bool:
                 return causal[None, None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -58,8 +59,8 @@ class Attending:
         start: first token of the chunk.
         end: one beyond its last.
         tokens: of the sequence.
-        mask: of the whole sequence, or None.
-        padding: of the whole sequence, ``[B, T]``, or None.
+        masks: the layer's arguments ``[B or 1, 1 or H, T, T]``.
+        whole: its arguments ``[B, T]``, by the identity of the chunk's slice of each.
         keys_only: stop at each attention as soon as its keys are stored.
         calls: attention calls so far.
     """
@@ -69,10 +70,36 @@ class Attending:
     start: int
     end: int
     tokens: int
-    mask: GivenMask | None
-    padding: Tensor | None
+    masks: list[Tensor]
+    whole: dict[int, Tensor]
     keys_only: bool = False
     calls: int = 0
+
+    def mask_and_padding(self, attention_mask: Any) -> tuple[GivenMask | None, Tensor | None]:
+        """What the layer gives its attention as a mask, for the whole sequence: for every two tokens, or ``[B, T]``."""
+        if attention_mask is None:
+            return None, None
+        if isinstance(attention_mask, Tensor) and attention_mask.dim() == 4:
+            if any(attention_mask is mask for mask in self.masks):
+                return given_mask(attention_mask), None
+            if len(self.masks) == 1:  # the layer has cut it, as it is longer than the chunk's keys
+                return given_mask(self.masks[0]), None
+        if (padding := self.whole.get(id(attention_mask))) is not None:
+            return None, padding.bool()
+        raise NotChunkedError("its attention makes a mask of its own")
+
+
+_given_masks: dict[int, tuple[weakref.ref[Tensor], GivenMask]] = {}
+
+
+def given_mask(mask: Tensor) -> GivenMask:
+    """What is known of a mask, which all layers of a forward share."""
+    number = id(mask)
+    known = _given_masks.get(number)
+    if known is None or not known[1].describes(mask):
+        reference = weakref.ref(mask, lambda _: _given_masks.pop(number, None))
+        known = _given_masks[number] = reference, GivenMask(mask.detach())
+    return known[1]
 
 
 class KeysStored(Exception):
@@ -103,7 +130,8 @@ def attend(
         raise NotChunkedError("attention dropout is on, which fused kernels of chunks do not have")
     if query.shape[2] != key.shape[2]:
         raise NotChunkedError("its attention reads other tokens than its own sequence")
-    if chunk.mask is None and not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+    mask, padding = chunk.mask_and_padding(attention_mask)
+    if mask is None and not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         raise NotChunkedError("its attention is not causal")
     if kwargs.get("position_bias") is not None:
         raise NotChunkedError("its attention adds a position bias")
@@ -118,12 +146,12 @@ def attend(
         store.write(chunk.start, key, value)
         raise KeysStored
     replaced = module.config.replaced  # type: ignore[union-attr]
-    if replaced == "eager" and chunk.mask is None:
+    if replaced == "eager" and mask is None:
         raise NotChunkedError("its attention has no mask, so it is not causal")
     if replaced == "sdpa":  # which takes windows from its mask, and ignores a soft cap and sinks
         softcap = s_aux = None
-    window = sliding_window if chunk.mask is None and replaced != "sdpa" else None
-    visible = Visible(chunk.begin, chunk.start, chunk.end, window, chunk.mask, chunk.padding)
+    window = sliding_window if mask is None and replaced != "sdpa" else None
+    visible = Visible(chunk.begin, chunk.start, chunk.end, window, mask, padding)
     scale = default_scale(query.shape[-1]) if scaling is None else scaling
     output = prefix_attention(
         query, key, value, store, visible, scale=float(scale), softcap=softcap or 0.0, sinks=s_aux

@@ -2,31 +2,17 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from seqtile._compat import tree_flatten, tree_unflatten
 from seqtile.chunks.layer_cache import Attending, ChunkCache, KeysStored, NotChunkedError, attending
-from seqtile.ops.attention.prefix import GivenMask, KeyValues
+from seqtile.ops.attention.prefix import KeyValues
 from seqtile.ops.tile_checkpoint import State
 from seqtile.state.state_cache import Key
 from seqtile.state.tile_call import DOCUMENTS, OF_DOCUMENTS
-
-_given_masks: dict[int, tuple[weakref.ref[Tensor], GivenMask]] = {}
-
-
-def given_mask(mask: Tensor) -> GivenMask:
-    """What is known of a mask, which all layers of a forward share."""
-    number = id(mask)
-    known = _given_masks.get(number)
-    if known is None or not known[1].describes(mask):
-        reference = weakref.ref(mask, lambda _: _given_masks.pop(number, None))
-        known = _given_masks[number] = reference, GivenMask(mask.detach())
-    return known[1]
 
 
 class ChunkedCall:
@@ -43,8 +29,7 @@ class ChunkedCall:
         hidden_states: the hidden states, until they are taken.
         extra: how many other arguments ``[B, T, ...]`` require a gradient.
         documents: lengths of the documents that the sequence holds; empty where the call names none.
-        mask: attention's mask of the whole sequence, or None.
-        padding: ``[B, T]``, True at tokens, or None.
+        masks: arguments ``[B or 1, 1 or H, T, T]``.
         why_whole: why the call cannot be cut, or "".
     """
 
@@ -63,8 +48,7 @@ class ChunkedCall:
         starts = {name: kwargs.pop(name) for name in OF_DOCUMENTS if name in kwargs}
         self._leaves, self._spec = tree_flatten((args, kwargs))
         self.why_whole, self.documents = "", tuple[int, ...]()
-        self.mask: GivenMask | None = None
-        self.padding: Tensor | None = None
+        self.masks: list[Tensor] = []
         self.extra = 0
         self._differentiable: list[Tensor] = []
         self._cuts: list[tuple[int, int]] = []  # number of a leaf, and the dimension that holds tokens
@@ -84,9 +68,6 @@ class ChunkedCall:
         for number, leaf in tensors:
             if number != first:
                 self._sort(number, leaf)
-        named = kwargs.get("attention_mask")
-        if isinstance(named, Tensor) and named.shape == (self.batch, self.tokens):
-            self.padding = named.bool()
         if reads_starts or reads_positions:
             self._read_documents(starts, kwargs.get("position_ids") if reads_positions else None)
 
@@ -94,9 +75,7 @@ class ChunkedCall:
         """Decide along which dimension an argument is cut."""
         shape, tokens = leaf.shape, self.tokens
         if leaf.dim() == 4 and shape[-2:] == (tokens, tokens) and shape[0] in (1, self.batch):
-            if self.mask is not None:
-                self.why_whole = "it takes two masks"
-            self.mask = given_mask(leaf)
+            self.masks.append(leaf)
             return
         by_row = leaf.dim() > 1 and shape[1] == tokens and shape[0] in (1, self.batch)
         if by_row and leaf.requires_grad:
@@ -107,8 +86,6 @@ class ChunkedCall:
         elif leaf.requires_grad:
             self.why_whole = f"an argument of shape {tuple(shape)} requires a gradient"
         elif by_row:
-            if leaf.dim() == 2 and leaf.dtype == torch.bool:
-                self.padding = leaf  # a mask by position
             self._cuts.append((number, 1))
         elif leaf.dim() > 2 and shape[2] == tokens and shape[1] in (1, self.batch):  # a row for each axis of positions
             self._cuts.append((number, 2))
@@ -169,9 +146,12 @@ class ChunkedCall:
         Returns:
             What the layer returns, and its state after the chunk.
         """
-        leaves, tokens = list(self._leaves), given[0].shape[1]
+        leaves, tokens, wholes = list(self._leaves), given[0].shape[1], dict[int, Tensor]()
         for number, dimension in self._cuts:
-            leaves[number] = leaves[number].narrow(dimension, start, tokens)
+            whole = leaves[number]
+            leaves[number] = whole.narrow(dimension, start, tokens)
+            if whole.dim() == 2:
+                wholes[id(leaves[number])] = whole
         for number, tensor in zip(self._given, given, strict=True):
             leaves[number] = tensor
         args, kwargs = tree_unflatten(leaves, self._spec)
@@ -180,7 +160,7 @@ class ChunkedCall:
             args[self._cache_at] = cache
         elif self._cache:
             kwargs[self._cache] = cache
-        chunk = Attending(self.stores, begin, start, start + tokens, self.tokens, self.mask, self.padding, keys_only)
+        chunk = Attending(self.stores, begin, start, start + tokens, self.tokens, self.masks, wholes, keys_only)
         with attending(chunk):
             try:
                 result = type(view).forward(view, *args, **kwargs)

@@ -25,6 +25,7 @@ from seqtile.blocks.instance import Installed, inside_a_tile, logger
 from seqtile.checkpointing.reentrant import is_reentrant
 from seqtile.chunks.chunk_node import run_segment
 from seqtile.chunks.chunk_proof import UNKNOWN, ChunkProof, ChunkProofs
+from seqtile.chunks.layer_cache import given_mask
 from seqtile.chunks.layer_call import ChunkedCall
 from seqtile.engines.flat import is_flat_view, named_weights
 from seqtile.engines.zero12 import reduces_as_they_arrive
@@ -169,7 +170,7 @@ class ChunkForward(Installed):
         cuts = self._cuts([call])
         if _reaches(call, cuts):
             return self._whole("its mask lets tokens see tokens of later chunks", args, kwargs)
-        if call.mask is not None and call.mask.hides_all:
+        if any(given_mask(mask).hides_all for mask in call.masks):
             return self._whole("its mask hides all tokens from some, which then attend to all", args, kwargs)
         self.called, self.acted = True, self.acted or len(cuts.sizes) > 1
         self.most_tiles = max(self.most_tiles, len(cuts.sizes))
@@ -249,8 +250,8 @@ class ChunkForward(Installed):
 
 def _reaches(call: ChunkedCall, cuts: StateTiles) -> bool:
     """Whether some token sees one of a later chunk."""
-    mask = call.mask
-    return mask is not None and any(mask.reaches(start, start + size) for start, size in tile_ranges(cuts.sizes))
+    ranges = [(start, start + size) for start, size in tile_ranges(cuts.sizes)]
+    return any(given_mask(mask).reaches(*queries) for mask in call.masks for queries in ranges)
 
 
 def _why_not_without(cache: Any, layer: nn.Module) -> str:
