@@ -204,6 +204,9 @@ class Installed(ForwardStandIn):
     idle_reason = ""
     """Why the last call that could not run in parts could not."""
 
+    refused = ""
+    """Why the last call of a layer in tiles of the sequence ran whole, or ""."""
+
     kept = fused = False
     """Whether some call so far saved gate and up, and ran the fused operator."""
 
@@ -224,6 +227,14 @@ class Installed(ForwardStandIn):
         self._verdicts: dict[Mode, Verdict] = {}
         self._last: Verdict | None = None
         self._settings: SameSettings | None = None
+
+    def run_whole(self, why: str, args: Any, kwargs: Any) -> Any:
+        """The untiled call of a layer that cannot run in tiles of the sequence now."""
+        if torch.is_grad_enabled():
+            self.refused = self.idle_reason = why
+            if self.is_news(why):
+                logger.warning("%s runs whole: %s", self.title, why)
+        return self.original(*args, **kwargs)
 
     @property
     def title(self) -> str:
@@ -485,6 +496,15 @@ def installed_forwards(model: nn.Module) -> list[Installed]:
                 installed.append(forward)
                 forward = forward.before.get("forward")
     return installed
+
+
+def refusals(model: nn.Module) -> list[str]:
+    """Which layers ran whole at their last call, and why."""
+    names_by_refusal: dict[str, list[str]] = {}
+    for forward in installed_forwards(model):
+        if forward.refused:
+            names_by_refusal.setdefault(forward.refused, []).append(forward.title)
+    return [f"{', '.join(names)} run whole: {why}" for why, names in names_by_refusal.items()]
 
 
 _NO_SOURCE = (

@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from seqtile._compat import attention_kind, tree_leaves, tree_map
 from seqtile.blocks.instance import inside
 from seqtile.chunks.chunk_node import run_segment
-from seqtile.chunks.layer_cache import REPLACED
+from seqtile.chunks.layer_cache import REPLACED, NotChunkedError
 from seqtile.chunks.layer_call import ChunkedCall
 from seqtile.engines.flat import ParameterSwap, call_with_weights, named_weights
 from seqtile.headwise.install_heads import ulysses_around
@@ -120,6 +120,8 @@ def _try_layer(layer: nn.Module, call: ChunkedCall, args: Sequence[Any], kwargs:
     try:
         with without_dropouts(layer), torch.enable_grad(), saved_tensors_hooks(Tensor.detach, lambda saved: saved):
             return _compare(layer, call, args, kwargs)
+    except NotChunkedError as error:
+        return ChunkProof(str(error))
     except Exception as error:  # noqa: BLE001 - whatever the layer's own code raises
         first = (str(error).splitlines() or [""])[0][:200]
         return ChunkProof(f"in chunks it raises {type(error).__name__}: {first}")

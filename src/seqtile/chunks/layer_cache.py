@@ -86,7 +86,7 @@ class Attending:
                 return given_mask(self.masks[0]), None
         if (padding := self.whole.get(id(attention_mask))) is not None:
             return None, padding.bool()
-        raise NotChunkedError("its attention makes a mask of its own")
+        raise NotChunkedError("its attention builds its own mask")
 
 
 _given_masks: dict[int, tuple[weakref.ref[Tensor], GivenMask]] = {}
@@ -127,9 +127,9 @@ def attend(
     """Transformers' attention function inside a chunk: ``[B, H, t, E]`` in, ``[B, t, H, V]`` out."""
     chunk: Attending = _in_chunk.chunk
     if dropout:
-        raise NotChunkedError("attention dropout is on, which fused kernels of chunks do not have")
+        raise NotChunkedError("attention dropout is on, and attention in chunks has none")
     if query.shape[2] != key.shape[2]:
-        raise NotChunkedError("its attention reads other tokens than its own sequence")
+        raise NotChunkedError("its attention has more keys than queries")
     mask, padding = chunk.mask_and_padding(attention_mask)
     if mask is None and not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         raise NotChunkedError("its attention is not causal")
@@ -147,7 +147,7 @@ def attend(
         raise KeysStored
     replaced = module.config.replaced  # type: ignore[union-attr]
     if replaced == "eager" and mask is None:
-        raise NotChunkedError("its attention has no mask, so it is not causal")
+        raise NotChunkedError("its eager attention has no mask, so it is not causal")
     if replaced == "sdpa":  # which takes windows from its mask, and ignores a soft cap and sinks
         softcap = s_aux = None
     window = sliding_window if mask is None and replaced != "sdpa" else None

@@ -21,7 +21,7 @@ from seqtile._compat import (
     forward_pre_hooks_of,
 )
 from seqtile._errors import UserError
-from seqtile.blocks.instance import Installed, inside_a_tile, logger
+from seqtile.blocks.instance import Installed, inside_a_tile
 from seqtile.checkpointing.reentrant import is_reentrant
 from seqtile.chunks.chunk_node import run_segment
 from seqtile.chunks.chunk_proof import UNKNOWN, ChunkProof, ChunkProofs
@@ -109,7 +109,6 @@ class ChunkForward(Installed):
 
     Attributes:
         chunks: most chunks of any call so far.
-        refused: why its last call ran whole, or "".
         together: whether some call so far shared its chunks with other layers.
         alone_reason: why its last call could not, or "".
     """
@@ -120,7 +119,7 @@ class ChunkForward(Installed):
         super().__init__(layer, setting)  # type: ignore[arg-type]
         self.chunk, self.segment, self.proofs = setting, segment, proofs
         self.cache = cache_argument(layer)
-        self.chunks, self.refused = 0, ""
+        self.chunks = 0
         self.together, self.alone_reason = False, ""
         self.hook: Any = None  # of the module around the layers, for the first of them
 
@@ -169,9 +168,9 @@ class ChunkForward(Installed):
             self.refuse_segment(self.alone_reason or "hidden states change between them")
         cuts = self._cuts([call])
         if _reaches(call, cuts):
-            return self._whole("its mask lets tokens see tokens of later chunks", args, kwargs)
+            return self._whole("its attention mask lets tokens see later chunks", args, kwargs)
         if any(given_mask(mask).hides_all for mask in call.masks):
-            return self._whole("its mask hides all tokens from some, which then attend to all", args, kwargs)
+            return self._whole("its attention mask has rows without a visible token", args, kwargs)
         self.called, self.acted = True, self.acted or len(cuts.sizes) > 1
         self.most_tiles = max(self.most_tiles, len(cuts.sizes))
         self.most_tokens = max(self.most_tokens, call.batch * call.tokens)
@@ -199,7 +198,7 @@ class ChunkForward(Installed):
         modules, calls = [forward.module for forward, _ in recorded], [call for _, call in recorded]
         cuts, changed = self._cuts(calls), self.settings_of(modules).changed
         if len(calls) > 1 and any(_reaches(call, cuts) for call in calls):
-            self.refuse_segment("its mask lets tokens see tokens of later chunks")
+            self.refuse_segment("its attention mask lets tokens see later chunks")
         for forward, _ in recorded:
             forward.chunks = max(forward.chunks, len(cuts.sizes))
             forward.together = forward.together or len(recorded) > 1
@@ -241,11 +240,7 @@ class ChunkForward(Installed):
     def _whole(self, why: str, args: Any, kwargs: Any) -> Any:
         if self.segment.recorded:
             self.refuse_segment(f"it runs whole, because {why}")
-        if torch.is_grad_enabled():
-            self.refused = self.idle_reason = why
-            if self.is_news(why):
-                logger.warning("%s runs whole: %s", self.chunk.name, why)
-        return self.original(*args, **kwargs)
+        return self.run_whole(why, args, kwargs)
 
 
 def _reaches(call: ChunkedCall, cuts: StateTiles) -> bool:
@@ -288,13 +283,3 @@ def _weights_of(modules: Sequence[nn.Module]) -> dict[str, Tensor]:
 
 def _unchanged(tensor: Tensor) -> Tensor:
     return tensor
-
-
-def whole_layers(model: nn.Module) -> list[str]:
-    """Which layers ran whole at their last call, and why."""
-    names_by_refusal: dict[str, list[str]] = {}
-    for module in model.modules():
-        forward = module.__dict__.get("forward")
-        if isinstance(forward, ChunkForward) and forward.refused:
-            names_by_refusal.setdefault(forward.refused, []).append(forward.chunk.name)
-    return [f"chunk: {', '.join(names)} run whole: {why}" for why, names in names_by_refusal.items()]

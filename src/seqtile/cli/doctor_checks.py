@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 import seqtile
-from seqtile.blocks.instance import installed_forwards
+from seqtile.blocks.instance import installed_forwards, refusals
 from seqtile.checkpointing.policies import standing_checkpointing
 from seqtile.devices import package_version
-from seqtile.state.tiled_state import refusals
 from seqtile.verification.judge import difference
 
 BATCH, TOKENS, LAYERS = 2, 192, 2

@@ -12,11 +12,11 @@ from torch import nn
 
 from seqtile._compat import attention_kind, early_stop
 from seqtile._sentences import PrintsAsSentence
-from seqtile.blocks.instance import Installed
+from seqtile.blocks.instance import Installed, refusals
 from seqtile.blocks.norms_and_projections import adapted_since, norms_by_kernel
 from seqtile.checkpointing.keep_attention import wide_heads
 from seqtile.checkpointing.reentrant import is_reentrant, shares_keys
-from seqtile.chunks.segment import ChunkForward, whole_layers
+from seqtile.chunks.segment import ChunkForward
 from seqtile.devices import device_type
 from seqtile.headwise.install_heads import rotary_by_kernel
 from seqtile.install.loss_and_checkpoints import attention_runs_twice, rest_notes
@@ -25,7 +25,6 @@ from seqtile.ops import norm, rotary
 from seqtile.ops.attention.backends import attention_sentences, rotary_sentences
 from seqtile.recognise.candidates import Left
 from seqtile.recognise.known_kernels import parts_by_liger
-from seqtile.state.tiled_state import refusals
 from seqtile.tiling import KeepRule
 
 ATTENTION_COUNTS = 8192
@@ -153,7 +152,7 @@ class Report(PrintsAsSentence):
         if ran and not any(note.startswith("attention ran on") for note in further):
             further += attention_sentences(frozenset().union(*ran))
         if model is not None:
-            further = [*further, *refusals(model), *whole_layers(model)]
+            further = [*further, *refusals(model)]
             further += [] if rotary_by_kernel(model) else rotary_sentences(model)
             most = max((forward.most_tokens for forward in forwards if isinstance(forward, Installed)), default=0)
             in_chunks = any(isinstance(forward, ChunkForward) for forward in forwards)  # which save no attention

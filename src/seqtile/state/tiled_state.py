@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from seqtile._compat import CHECKPOINT_FUNCTION, HOOKS_OF_ALL, checkpoints_in_forward, hook_on_every_module
-from seqtile.blocks.instance import Installed, inside_a_tile, logger
+from seqtile.blocks.instance import Installed, inside_a_tile
 from seqtile.engines.flat import named_weights
 from seqtile.engines.zero12 import reduces_as_they_arrive
 from seqtile.recognise.live_weights import seen_inside
@@ -43,15 +43,11 @@ class StateForward(Installed):
         module: the layer or the mixer.
         setting: how it is tiled.
         proofs: what is proven of modules like it.
-
-    Attributes:
-        refused: why its last call ran whole although a tile is shorter than its sequence, or "".
     """
 
     def __init__(self, module: nn.Module, setting: StateSetting, proofs: StateProofs) -> None:
         super().__init__(module, setting)  # type: ignore[arg-type]
         self.state = setting
-        self.refused = ""
         self.proofs = proofs
         self.cache = cache_argument(module)
 
@@ -72,21 +68,21 @@ class StateForward(Installed):
         # Without gradients a layer keeps its cache: generate() on a model in training mode.
         checkpointed = module.training and torch.is_grad_enabled() and getattr(module, "gradient_checkpointing", False)
         if given(args, kwargs, cache) is not None and not checkpointed:
-            return self._whole("it was called with a cache; pass use_cache=False", args, kwargs)
+            return self.run_whole("it was called with a cache; pass use_cache=False", args, kwargs)
         if any(HOOKS_OF_ALL) and (hook := hook_on_every_module()):
-            return self._whole(f"a hook on every module ({hook}) would see tiles", args, kwargs)
+            return self.run_whole(f"a hook on every module ({hook}) would see tiles", args, kwargs)
         if hooked := seen_inside(module):
-            return self._whole(f"{hooked} has hooks, which tiles would call with other tensors", args, kwargs)
+            return self.run_whole(f"{hooked} has hooks, which tiles would call with other tensors", args, kwargs)
         call = TileCall(args, kwargs, cache)
         if call.why_whole:
-            return self._whole(call.why_whole, args, kwargs)
+            return self.run_whole(call.why_whole, args, kwargs)
         cuts = state_tiles(call.tokens, call.batch, self.state.tile, call.documents)
         self.called = True
         if len(cuts.sizes) == 1 and not reduces_as_they_arrive(module.parameters()):
             return self.original(*args, **kwargs)
         self.check()
         if why := self.proofs.why_not(module, call.tensors[0]):
-            return self._whole(why, args, kwargs)
+            return self.run_whole(why, args, kwargs)
         self.refused, self.acted = "", True
         changed = self.settings_of((module,)).changed
 
@@ -99,21 +95,4 @@ class StateForward(Installed):
                 return getattr(module, CHECKPOINT_FUNCTION)(tiled, *tensors)
             return tiled(*tensors)
         except ReadWholeError as error:
-            return self._whole(str(error), args, kwargs)
-
-    def _whole(self, why: str, args: Any, kwargs: Any) -> Any:
-        if torch.is_grad_enabled():
-            self.refused = self.idle_reason = why
-            if self.is_news(why):
-                logger.warning("%s runs whole: %s", self.state.name, why)
-        return self.original(*args, **kwargs)
-
-
-def refusals(model: nn.Module) -> list[str]:
-    """Which layers ran whole at their last call, and why."""
-    names_by_refusal: dict[str, list[str]] = {}
-    for module in model.modules():
-        forward = module.__dict__.get("forward")
-        if isinstance(forward, StateForward) and forward.refused:
-            names_by_refusal.setdefault(forward.refused, []).append(forward.state.name)
-    return [f"state: {', '.join(names)} not tiled: {why}" for why, names in names_by_refusal.items()]
+            return self.run_whole(str(error), args, kwargs)
