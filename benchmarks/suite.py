@@ -78,13 +78,13 @@ class Suite:
 
         Args:
             part: what it belongs to.
-            key: what tells it from others of the part, as it stands in a line of JSON.
+            key: what tells it from others of the part; compared as a line of JSON gives it back.
             measure: told the seconds that are left.
 
         Returns:
             The rows; one that says so where the time was up, which is not written.
         """
-        known = {"kind": part, **key}
+        known = json.loads(json.dumps({"kind": part, **key}))
         before = [row for row in self.rows if all(row.get(name) == value for name, value in known.items())]
         if before:
             return before

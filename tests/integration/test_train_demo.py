@@ -78,7 +78,7 @@ def test_the_default_demo_learns_and_halves_the_peak(tmp_path: Path):
     assert result.returncode == 0, result.stderr
     numbers = json.loads((tmp_path / "runs/demo/report/report.json").read_text())
     losses = [row["loss"] for row in numbers["losses"]]
-    assert len(losses) == 30
+    assert len(losses) == 31
     assert losses[0] - sum(losses[-5:]) / 5 >= 1.5
     tiled, untiled = numbers["comparison"]["tiled"], numbers["comparison"]["untiled"]
     assert tiled["peak_bytes"] <= 0.6 * untiled["peak_bytes"]
