@@ -120,6 +120,14 @@ def _free_memory_given_back() -> Iterator[None]:
         trim(0)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _compiler_as_it_was() -> Iterator[None]:
+    """What one file compiled does not count towards the limit after which the next one's functions run uncompiled."""
+    yield
+    if "torch._dynamo" in sys.modules:
+        sys.modules["torch"].compiler.reset()
+
+
 @pytest.fixture
 def device(pytestconfig: pytest.Config) -> torch.device:
     """The device of ``--device``, for a test that places its tensors itself. Others get it as the default device."""
