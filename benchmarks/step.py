@@ -148,9 +148,9 @@ def _take_turns(
 
 
 def _losses(suite: Suite, device: str, smoke: bool) -> None:
-    """16,384 tokens x 248,320 x 2,048 in bf16, as trl#6858 measures it."""
-    tokens, vocabulary, hidden = (64, 512, 32) if smoke else (16 * K, 248_320, 2048)
-    for way in head_cost.WAYS:
+    """In bf16, 16,384 tokens x 248,320 x 2,048 as trl#6858 measures it, and 4,096 x 128,256 x 4,096 as Liger#1369."""
+    shapes = [(64, 512, 32)] if smoke else [(16 * K, 248_320, 2048), (4 * K, 128_256, 4096)]
+    for (tokens, vocabulary, hidden), way in itertools.product(shapes, head_cost.WAYS):
         key = {"way": way, "tokens": tokens, "vocabulary": vocabulary, "hidden": hidden, "device": device}
         _measure(suite, suite.worker, head_cost.JOB, "loss", key)
 

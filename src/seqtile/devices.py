@@ -127,14 +127,20 @@ def device_name(index: int | None = None) -> str:
     return str(module.get_device_name(index)) if hasattr(module, "get_device_name") else current.type
 
 
-def compute_capability() -> tuple[int, int] | None:
-    """The compute capability of the current CUDA device, such as (9, 0) for Hopper; None on any other kind."""
+def compute_capability(device: torch.device | None = None) -> tuple[int, int] | None:
+    """The compute capability of a CUDA device, such as (9, 0) for Hopper; None on any other kind.
+
+    Args:
+        device: None is the current one.
+    """
     import torch
 
     current = accelerator()
     if current is None or current.type != "cuda" or torch.version.cuda is None:  # ROCm has other numbers
         return None
-    return torch.cuda.get_device_capability()
+    if device is not None and device.type != "cuda":
+        return None
+    return torch.cuda.get_device_capability(device)
 
 
 def total_device_bytes(index: int | None = None) -> int:

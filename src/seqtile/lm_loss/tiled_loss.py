@@ -30,6 +30,7 @@ from seqtile.lm_loss.deferred_logits import DeferredHead, DeferredLogits, head_w
 from seqtile.lm_loss.trl_head import TrlHead
 from seqtile.ops.lm_loss.cross_entropy import linear_cross_entropy
 from seqtile.ops.lm_loss.logits_tile import LogitScaling, Objective
+from seqtile.ops.lm_loss.loss_kernels import LossChoice, record_choices
 from seqtile.ops.lm_loss.module_head import module_cross_entropy, module_logprobs
 from seqtile.ops.lm_loss.token_logprobs import TokenScores, token_logprobs
 from seqtile.recognise.snapshot import SameSettings
@@ -139,6 +140,7 @@ class TiledLoss(ForwardStandIn, Watched):
         self.rule, self.impl, self.active, self.deferring = rule, impl, True, False
         self.trl = TrlHead.of(module.__dict__.get("forward"))
         self.scores_for_trl = False  # which asks for more than another package's kernel computes
+        self.kernel: LossChoice | None = None  # what computed the last loss
         self.calls = 0  # handled by the tiled loss while gradients are recorded
         self.why_untiled = ""  # reason of the last such call that it did not handle
 
@@ -212,6 +214,8 @@ class TiledLoss(ForwardStandIn, Watched):
                 f"TRL asks for one score per token, which loss_impl={self.impl!r} does not support; using PyTorch "
                 "instead"
             )
+        elif self.impl != "torch" and self.kernel:
+            notes.append(f"loss_impl={self.impl!r}: {self.kernel}")
         return notes
 
     def note(self) -> str:
@@ -335,10 +339,13 @@ class TiledLoss(ForwardStandIn, Watched):
         rule, scaling = self.rule, later.scaling
 
         def plain(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-            return linear_cross_entropy(
-                hidden, weight, targets, bias=bias, scaling=scaling, ignore_index=ignore_index, num_items=count,
-                tile=rule, impl=self.impl,
-            )  # fmt: skip
+            with record_choices() as kernels:
+                loss = linear_cross_entropy(
+                    hidden, weight, targets, bias=bias, scaling=scaling, ignore_index=ignore_index, num_items=count,
+                    tile=rule, impl=self.impl,
+                )  # fmt: skip
+            self.kernel = kernels[-1]
+            return loss
 
         def module(hidden: Tensor, call: Any, weights: Any, sizes: Any) -> Tensor:
             check_kernel(head, self.impl)  # again: the adapter may have come after seqtile.apply

@@ -14,7 +14,7 @@ from torch import Tensor
 from seqtile._errors import expect_number, expect_tensors
 from seqtile.ops.lm_loss.head_nodes import HeadCall, as_divisor
 from seqtile.ops.lm_loss.logits_tile import LogitScaling, Objective
-from seqtile.ops.lm_loss.loss_kernels import choose_kernel, kernel_sum
+from seqtile.ops.lm_loss.loss_kernels import LOSS_CANDIDATES, choose_kernel
 from seqtile.tiling import TileRule, parse_tile
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -88,9 +88,9 @@ def linear_cross_entropy(
         tile: tokens per tile, or a rule of :func:`seqtile.apply`; tiles have equally many tokens that
             are not ignored.
         impl: ``"torch"``: seqtile's operator, described here; ``"native"``: PyTorch's chunked operator, fp32 and
-            float64, from 2.13 on; ``"liger"`` or ``"cce"``: that kernel, which raises with the reason where it does not
-            support the arguments; ``"auto"``: the fastest installed kernel that supports them, else ``"torch"``. Memory
-            and tile size of other operators are their own.
+            float64, from 2.13 on; ``"liger"`` or ``"cce"``: that package's fastest kernel for the arguments, or an
+            error with the reasons; ``"auto"``: an installed kernel that is faster than ``"torch"`` and supports the
+            arguments, else ``"torch"``. Memory and tile size of other operators are their own.
 
     Returns:
         A scalar in fp32 (float64 for float64 states), or ``[...]`` for ``"none"``; with ``return_z_loss`` a pair.
@@ -133,10 +133,10 @@ def linear_cross_entropy(
         loss, squares = ((each * factor).view(labels.shape) for each in (scores.loss, scores.squares))
         return (loss, z_loss * squares) if return_z_loss else loss
     divisor = 1 if reduction == "sum" else call.count(factors) if num_items is None else num_items
-    if kernel == "torch" or not len(call.kept):
+    if kernel.name == "torch" or not len(call.kept):
         loss, squares = call.total(factors, divisor)
         return (loss, z_loss * squares) if return_z_loss else loss
-    return kernel_sum(kernel, call) / as_divisor(divisor, call.hidden)
+    return LOSS_CANDIDATES[kernel.name].total(call) / as_divisor(divisor, call.hidden)
 
 
 def check_num_items(num_items: Tensor | int | float | None, reduction: str) -> None:
