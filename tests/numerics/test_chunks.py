@@ -14,6 +14,7 @@ import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import seqtile
 from numerics._errors import assert_all_no_worse, assert_no_worse
@@ -210,10 +211,20 @@ def test_two_micro_batches_and_two_forwards_before_a_backward() -> None:
     assert_all_no_worse(got, expected, truth, factor=4.0, floor=2e-6)
 
 
+def flash_attention_stand_in(
+    module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, position_ids: Tensor, scaling: float, **_: Any
+) -> tuple[Tensor, None]:
+    """Keeps documents apart by their positions, as flash attention does, with the products of SDPA."""
+    documents = (position_ids[0].diff(prepend=position_ids[0, :1]) != 1).cumsum(0)
+    seen = visible_to(q.shape[2]) & (documents[:, None] == documents)
+    return F.scaled_dot_product_attention(q, k, v, seen, scale=scaling, enable_gqa=True).transpose(1, 2), None
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3_5_text"])
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_packed_documents_stay_apart(family: str, attention: str) -> None:
+@pytest.mark.parametrize("attention", ["sdpa", "eager", "flash_attention_2"])
+def test_packed_documents_stay_apart(family: str, attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Documents named by their positions, and by the ends that a padding-free collator gives."""
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "flash_attention_2", flash_attention_stand_in)
     lengths = (70, 3, 1, 50)
     ids = batch_of(1, sum(lengths))["input_ids"]
     labels = ids.clone()
@@ -225,8 +236,13 @@ def test_packed_documents_stay_apart(family: str, attention: str) -> None:
         numbers = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))[None]
         packed |= dict(cu_seq_lens_q=ends, cu_seq_lens_k=ends, max_length_q=70, max_length_k=70, seq_idx=numbers)
 
+    def built(dtype: torch.dtype = torch.float32) -> Any:
+        model = build(family, dtype)
+        model.config._attn_implementation_internal = attention  # its setter looks for the kernel
+        return model
+
     def one_by_one(dtype: torch.dtype) -> dict[str, Tensor | None]:
-        model = build(family, dtype, attn_implementation=attention)
+        model = built(dtype)
         count = sum(length - 1 for length in lengths)
         for document in ids[0].split(lengths):
             if document.numel() > 1:
@@ -234,7 +250,7 @@ def test_packed_documents_stay_apart(family: str, attention: str) -> None:
         gradients = {name: weight.grad for name, weight in model.named_parameters()}
         return {n: g for n, g in gradients.items() if not n.endswith(ROUNDED_TO_NOTHING)}
 
-    model = build(family, attn_implementation=attention)
+    model = built()
     seqtile.apply(model, chunk=64)
     got = step(model, packed)
     del got["loss"]
@@ -739,6 +755,22 @@ def test_joined_pieces_are_as_exact_as_one_kernel(dtype: torch.dtype) -> None:
     assert_no_worse(got, untiled, truth)
     for one, other, exactly in zip(torch.autograd.grad(got, inputs, upstream), expected, truths, strict=True):
         assert_no_worse(one, other, exactly)
+
+
+@pytest.mark.backward_here  # autocast is of a thread
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_autocast_rounds_no_product_of_a_piece(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(piece_kernels, "_kernel", lambda *_: Plain)
+    inputs, upstream = qkv(torch.float32)
+
+    def run(*inside: str) -> tuple[Tensor, ...]:
+        device = inputs[0].device.type
+        with torch.autocast(device, torch.bfloat16, enabled="forward" in inside):
+            output = attention_in_chunks(*inputs, (50, 40))
+        with torch.autocast(device, torch.bfloat16, enabled="backward" in inside):
+            return output, *torch.autograd.grad(output, inputs, upstream)
+
+    torch.testing.assert_close(run(where), run(), rtol=0, atol=0)
 
 
 @pytest.mark.gpu

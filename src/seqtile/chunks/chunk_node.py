@@ -103,9 +103,7 @@ def run_segment(
             drop(calls)
 
     output = run_with_state(run, tensors, cuts.sizes, cuts.begins, weights, project_again, after_backward, changed)
-    if not torch.is_grad_enabled():
-        drop(calls)
-    elif calls[0].projects_again:
+    if calls[0].projects_again:
         drop(calls[:1])
     return output
 

@@ -66,10 +66,6 @@ class KeyValues:
         """Release keys, values and gradients."""
         self.keys = self.values = self._gradients = None
 
-    def drop_gradients(self) -> None:
-        """Release the gradients, after the first chunk's backward."""
-        self._gradients = None
-
 
 class GivenMask:
     """A mask of a whole sequence, and what is known of its blocks: each look waits for the device.
@@ -132,8 +128,7 @@ class GivenMask:
         """The bias of one block."""
         block = self.mask[:, :, first:last, key:end]
         if block.dtype != torch.bool:
-            # Added to a score, the lowest number hides a key from the softmax, and not from a log-sum-exp.
-            return block.to(dtype).masked_fill(~self._seen(first, last, key, end), -torch.inf)
+            return block.to(dtype)
         return torch.zeros(block.shape, dtype=dtype, device=block.device).masked_fill_(~block, -torch.inf)
 
 
@@ -317,6 +312,4 @@ class _PrefixAttention(torch.autograd.Function):
             dsinks = -(probability * (grad * output).sum(-1, dtype=lse.dtype)).sum((0, 2)).to(sinks.dtype)
         own = slice(visible.start, visible.end)
         dk, dv = dkeys[:, :, own].to(q.dtype), dvalues[:, :, own].to(q.dtype)
-        if visible.start == 0:
-            store.drop_gradients()
         return dq.to(q.dtype), dk, dv, dsinks, None, None, None, None
