@@ -20,6 +20,7 @@ from numerics._errors import assert_as_good
 from numerics._heads import IGNORE, SCALINGS, TILED, assert_same, inputs, run, twin
 from seqtile.ops.lm_loss import loss_kernels
 from seqtile.ops.lm_loss.logits_tile import LogitScaling
+from seqtile.options import LOSS_KERNELS
 from zoo import causal_lm, tokens
 
 ASKED: list[str] = []
@@ -76,6 +77,16 @@ def test_nothing_is_installed_here(name: str) -> None:
         return
     with pytest.raises(ValueError, match=r"is not installed|needs Triton and a GPU"):
         TILED(**given, impl=name)
+
+
+@pytest.mark.parametrize("name", [name for name in LOSS_KERNELS if name not in ("torch", "auto")])
+def test_a_kernel_that_is_missing_is_refused_before_the_first_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loss_kernels, "find_spec", lambda _: None)
+    monkeypatch.delattr(torch.nn, "LinearCrossEntropyOptions", raising=False)
+    model = causal_lm("llama")
+    with pytest.raises(seqtile.UserError, match=f"loss_impl='{name}'"):
+        seqtile.apply(model, loss="tiled", loss_impl=name)
+    assert not any("forward" in module.__dict__ for module in model.modules())
 
 
 @pytest.mark.usefixtures("installed")

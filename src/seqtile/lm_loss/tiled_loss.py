@@ -30,7 +30,7 @@ from seqtile.lm_loss.deferred_logits import DeferredHead, DeferredLogits, head_w
 from seqtile.lm_loss.trl_head import TrlHead
 from seqtile.ops.lm_loss.cross_entropy import linear_cross_entropy
 from seqtile.ops.lm_loss.logits_tile import LogitScaling, Objective
-from seqtile.ops.lm_loss.loss_kernels import LossChoice, record_choices
+from seqtile.ops.lm_loss.loss_kernels import LossChoice, missing_kernel, record_choices
 from seqtile.ops.lm_loss.module_head import module_cross_entropy, module_logprobs
 from seqtile.ops.lm_loss.token_logprobs import TokenScores, token_logprobs
 from seqtile.recognise.snapshot import SameSettings
@@ -43,8 +43,11 @@ def check_loss(model: nn.Module, impl: str) -> None:
     """Refuse a model whose loss cannot be tiled by ``impl``, before anything is changed.
 
     Raises:
-        UserError: no causal language model, an unknown version of TRL's head, or a kernel that would be ignored.
+        UserError: no causal language model, an unknown version of TRL's head, or a kernel that would be ignored or is
+            not installed.
     """
+    if missing := missing_kernel(impl):
+        raise UserError(f"loss_impl={impl!r}: {missing}; use loss_impl='torch' or 'auto'")
     for _, module in find_causal_lms(model)[0]:
         TrlHead.of(module.__dict__.get("forward"))
         check_kernel(module.get_output_embeddings(), impl)  # type: ignore[operator]

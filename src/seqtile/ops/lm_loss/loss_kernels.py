@@ -127,13 +127,21 @@ def _why_not(name: str, call: HeadCall, weighted: bool, per_token: bool, returns
     return kernel.why_not(call) or (_failed_trial(name, call) if kernel.trial else "")
 
 
+def missing_kernel(impl: str) -> str:
+    """What ``impl=`` lacks on this machine, whatever the call, or ""."""
+    if impl == "native" and not hasattr(torch.nn, "LinearCrossEntropyOptions"):
+        return f"PyTorch {torch.__version__} has no chunked linear_cross_entropy (2.13 does)"
+    package = {"cce": "cut_cross_entropy", "liger": "liger_kernel"}.get(impl)
+    return f"{package} is not installed" if package is not None and find_spec(package) is None else ""
+
+
 # ---- PyTorch's ----
 
 
 def _not_native(call: HeadCall) -> str:
     aim = call.plan.objective
-    if not hasattr(torch.nn, "LinearCrossEntropyOptions"):
-        return f"PyTorch {torch.__version__} has no chunked linear_cross_entropy (2.13 does)"
+    if missing := missing_kernel("native"):
+        return missing
     if aim.scaling.softcap is not None or aim.label_smoothing or aim.z_loss:
         return "it does not support soft-cap, label smoothing and z-loss"
     return f"it rounds the loss and its upstream gradient to {call.plan.dtype}" if call.plan.dtype in LOW else ""
@@ -152,9 +160,9 @@ def _native(call: HeadCall) -> Tensor:
 # ---- Triton ----
 
 
-def _not_triton(package: str, call: HeadCall) -> str:
-    if find_spec(package) is None:
-        return f"{package} is not installed"
+def _not_triton(impl: str, call: HeadCall) -> str:
+    if missing := missing_kernel(impl):
+        return missing
     if not _has_triton(call.hidden.device):
         return f"it needs Triton and a GPU, and the hidden states are on {call.hidden.device.type!r}"
     if call.plan.objective.class_weights is not None:
@@ -168,7 +176,7 @@ def _has_triton(device: torch.device) -> bool:
 
 def _not_cce(call: HeadCall) -> str:
     aim = call.plan.objective
-    if reason := _not_triton("cut_cross_entropy", call):
+    if reason := _not_triton("cce", call):
         return reason
     if call.bias is not None or aim.label_smoothing or aim.z_loss:
         return "it does not support bias, label smoothing and z-loss"
@@ -195,7 +203,7 @@ def _cce_function() -> Any:
 
 
 def _not_liger(call: HeadCall) -> str:
-    return _not_triton("liger_kernel", call)
+    return _not_triton("liger", call)
 
 
 def _liger(call: HeadCall) -> Tensor:
