@@ -43,7 +43,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 export PIP_NO_INPUT = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test-gpu gpu gpu-ladder bench-cpu hub-kernel test test-all test-fast times test-highest test-lowest test-newest test-frameworks coverage docs lint wheel clean distclean
+.PHONY: help setup demo test-gpu gpu gpu-ladder bench-cpu hub-kernel try-wheel test test-all test-fast times test-highest test-lowest test-newest test-frameworks coverage docs lint wheel clean distclean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z%.-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -62,7 +62,7 @@ gpu: $(VENV)/.ready  ## the GPU suite, ten minutes on one device: writes rows in
 gpu-ladder: $(VENV)/.ready  ## the longest sequence of every rung on one device, ten minutes a rung: start it again to go on
 	$(VENV)/bin/python benchmarks/gpu_ladder.py $(ARGS)
 
-bench-cpu: $(VENV)/.ready  ## the CPU claim: interleaved pairs against untiled, and others beside; a quarter of an hour
+bench-cpu: $(VENV)/.ready  ## the CPU claims, half an hour; ARGS="--part steps": whole steps beside Transformers and ALST
 	$(VENV)/bin/python benchmarks/cpu.py $(ARGS)
 
 test: $(VENV)/.ready $(VENV_LOWEST)/.ready  ## all but the slow tests, 18 minutes on two cores; the quick core tests with the lowest versions too
@@ -115,7 +115,11 @@ hub-kernel: $(VENV)/.ready  ## dist/hub_kernel, the fused MLP as the Hub's `kern
 	$(VENV)/bin/python hub_kernel/make.py dist/hub_kernel
 
 wheel: $(VENV)/.ready  ## dist/seqtile-*.whl
+	rm -f dist/seqtile-*.whl
 	$(VENV)/bin/python -m build --wheel
+
+try-wheel: $(VENV)/.ready  ## build the wheel, install it into an empty environment and run the README's lines there
+	$(VENV)/bin/python -m pytest tests/integration/test_wheel.py $(PYTEST_ARGS)
 
 clean:  ## remove what was built, and caches
 	rm -rf build dist site .passed-*.txt .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache

@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import seqtile
@@ -46,11 +48,15 @@ class StepMethod:
         liger: of :data:`LIGER`.
         mlp: how MLPs run, one of :data:`cell.METHODS`.
         options: of ours, or None.
+        fits: ours, with what :func:`seqtile.fit` chooses.
+        tiles_loss: head and loss run in DeepSpeed's ``TiledFusedLogitsLoss``.
     """
 
     liger: tuple[str, ...] = ()
     mlp: str = "untiled"
     options: TilingOptions | None = None
+    fits: bool = False
+    tiles_loss: bool = False
 
 
 _OURS = StepMethod(options=TilingOptions(loss="tiled"))
@@ -62,10 +68,11 @@ STEP_METHODS = {
     "tile-checkpoint": StepMethod(("rope", "rms_norm", "fused_linear_cross_entropy"), "tile-checkpoint"),
     "deepspeed": StepMethod(("rope", "rms_norm", "fused_linear_cross_entropy"), "deepspeed"),
     "deepspeed-compute": StepMethod(("rope", "rms_norm", "fused_linear_cross_entropy"), "deepspeed-compute"),
+    "alst": StepMethod(mlp="deepspeed", tiles_loss=True),
     "seqtile": _OURS,
 }
 """``liger`` is what people run; Liger's nightly makes a checkpoint per tile. Beside their tiled MLP, all have Liger's
-rope, norms and fused loss."""
+rope, norms and fused loss. ``alst`` is DeepSpeed alone, ``TiledMLP`` and ``TiledFusedLogitsLoss``."""
 
 STEP_SETTINGS: dict[str, Callable[[StepMethod], StepMethod]] = {
     "attention-saved": lambda method: changed(method, checkpoint="attention-saved"),
@@ -76,6 +83,7 @@ STEP_SETTINGS: dict[str, Callable[[StepMethod], StepMethod]] = {
     "chunk": lambda method: changed(method, chunk=8192),
     "segment4": lambda method: changed(method, segment=4),
     "liger": lambda method: replace(method, liger=("rope", "rms_norm")),
+    "fit": lambda method: replace(method, fits=True),
     "liger-loss": lambda method: changed(method, liger=(*method.liger, "fused_linear_cross_entropy"), loss=None),
 }
 """What can follow ``seqtile`` in a method's name, each behind a plus: ``seqtile+attention-saved+liger``."""
@@ -103,17 +111,18 @@ class NotInstalledError(RuntimeError):
     """A peer's package is missing."""
 
 
-def build_model(config: Any, layers: int, lora: int, device: str) -> Any:
-    """The first layers of ``config``'s model in bf16 with activation checkpoints and random weights, untiled.
+def build_model(config: Any, layers: int, lora: int, device: str, dtype: torch.dtype = torch.bfloat16) -> Any:
+    """The first layers of ``config``'s model with activation checkpoints and random weights, untiled.
 
     Args:
         config: Transformers' configuration.
         layers: decoder layers.
-        lora: rank of PEFT's adapters on every linear layer, in bf16, with small random factors so that no gradient is
-            zero; 0 trains all weights.
+        lora: rank of PEFT's adapters on every linear layer, with small random factors so that no gradient is zero; 0
+            trains all weights.
         device: ``torch.device`` type.
+        dtype: of weights and adapters.
     """
-    model = build_bare(first_layers(config, layers), Setup(device_type=device), device)
+    model = build_bare(first_layers(config, layers), Setup(dtype=dtype, device_type=device), device)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if lora:
         from peft import LoraConfig, get_peft_model
@@ -124,7 +133,7 @@ def build_model(config: Any, layers: int, lora: int, device: str) -> Any:
             model = get_peft_model(model, adapters, autocast_adapter_dtype=False)
         for weight in model.parameters():
             if weight.requires_grad:
-                weight.data = torch.empty_like(weight, dtype=torch.bfloat16).normal_(std=0.1 * weight.shape[1] ** -0.5)
+                weight.data = torch.empty_like(weight, dtype=dtype).normal_(std=0.1 * weight.shape[1] ** -0.5)
     return model
 
 
@@ -140,8 +149,12 @@ def install_step(model: Any, method: StepMethod, tokens: int, use_liger: UseLige
     causal = model.get_base_model() if hasattr(model, "get_base_model") else model
     if method.liger:
         use_liger(causal, method.liger)
+    if method.fits:
+        return str(seqtile.fit(model, max_length=tokens))
     if method.options is not None:
         return str(apply_options(model, method.options))
+    if method.tiles_loss:
+        causal.__dict__["forward"] = _deepspeed_loss(causal, math.ceil(tokens / causal.config.hidden_size))
     mlps = {layer.name: model.get_submodule(f"{layer.name}.mlp") for layer in decoder_layers(model)}
     # What Liger and DeepSpeed run by default.
     return install(model, mlps, method.mlp, None, math.ceil(tokens / causal.config.hidden_size))
@@ -254,3 +267,20 @@ def _deepspeed_compute(block: nn.Module, count: int) -> Callable[[Tensor], Tenso
         )  # fmt: skip
 
     return run
+
+
+def _deepspeed_loss(model: Any, count: int) -> Callable[..., Any]:
+    """The forward of a causal language model with labels, whose head and loss are DeepSpeed's."""
+    run = import_module(_ULYSSES).TiledFusedLogitsLoss.apply
+
+    def forward(input_ids: Tensor, labels: Tensor, **kwargs: Any) -> Any:
+        hidden = model.model(input_ids=input_ids, **kwargs).last_hidden_state
+        targets = F.pad(labels, (0, 1), value=-100)[..., 1:]
+        tokens = (targets != -100).sum()  # inside, since the head's gradient ignores what is done with the loss
+
+        def loss(_: Any, x: Tensor, y: Tensor) -> Tensor:
+            return F.cross_entropy(model.lm_head(x).float(), y, reduction="sum") / tokens
+
+        return SimpleNamespace(loss=run(loss, model, hidden, targets, None, count, [model.lm_head.weight], "sum"))
+
+    return forward

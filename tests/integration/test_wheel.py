@@ -109,6 +109,12 @@ def test_apply_tiles_a_model(run: Run) -> None:
     assert run("python", "-c", APPLY).stdout.startswith("tiled 2 of 2 MLPs (LlamaMLP), 4 tokens per tile")
 
 
+def test_the_readmes_commands_answer(run: Run) -> None:
+    assert "Longest sequence" in run("seqtile", "plan", "--model", "llama-8b", "--device", "h100", "--qlora").stdout
+    config = str(ROOT / "benchmarks" / "data" / "tiny-llama" / "config.json")
+    assert "same gradients" in run("seqtile", "verify", "--model", config).stdout
+
+
 def test_train_trains_and_saves_a_model(run: Run, tmp_path: Path) -> None:
     """The embedded default, made short."""
     output = tmp_path / "run"

@@ -113,3 +113,15 @@ def test_its_commands_exist(page: Path) -> None:
 def test_a_module_that_is_not_installed_needs_its_folder(path: str) -> None:
     [words] = commands(f"Made by `{path}python -m grid.table`.")
     assert (problem(words) == "") is ("tests" in path)
+
+
+def test_the_workflows_make_what_there_is() -> None:
+    lines = [
+        line
+        for workflow in (ROOT / ".github" / "workflows").glob("*.yml")
+        for line in re.findall(r"run: (make .*)", workflow.read_text(encoding="utf-8"))
+    ]
+    assert len(lines) > 3
+    assert not [
+        (line, why) for line in lines if (why := problem(shlex.split(line.replace("${{ matrix.version }}", "3.12"))))
+    ]
