@@ -6,7 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from cpu import measure_whole_steps, steps_table
 from step import TINY, compare_gradients, measure_steps, table
 
 JOB = {"model": str(TINY), "device": "cpu", "layers": 2, "tokens": 256, "lora": 4}
@@ -48,6 +50,22 @@ def test_the_table_takes_layers_and_the_rest_apart() -> None:
     assert "| ours | 10.0 | 32.0 |  | 1.00 | 7,576 | 2.0e-03, 1.0e-03 |" in text  # 1000 tokens in 32 + 10 * 10 ms
     assert "| peer | out of memory |" in text
     assert "| ours | 52.0 | 1.00 | 19,231 | 2.0e-03, 1.0e-03 |" in table(rows, "lora", 1000, (2,), {})
+
+
+@pytest.mark.parametrize("lora", [0, 4])
+def test_whole_steps_on_a_cpu(lora: int) -> None:
+    """DeepSpeed's loss and MLP and ours compute Transformers' gradients; one that fails leaves the others."""
+    pytest.importorskip("deepspeed")
+    job = {"methods": ["transformers", "alst", "seqtile", "nothing"], "lora": lora, "turns": 1, "layers": 1}
+    shape = {"tokens": 256, "hidden": 64, "intermediate": 176, "vocabulary": 320}
+    threads = torch.get_num_threads()
+    try:
+        rows = measure_whole_steps(job | shape)["rows"]
+    finally:
+        torch.set_num_threads(threads)
+    assert [row["method"] for row in rows] == job["methods"]
+    assert all(row["gradient_error"] < 1e-5 and row["ratio"] > 0 for row in rows[:3])
+    assert "expected one of" in rows[3]["error"] and rows[3]["error"] in steps_table(rows, "all weights")
 
 
 @pytest.mark.slow
