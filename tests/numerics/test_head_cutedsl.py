@@ -217,6 +217,18 @@ def test_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choice.name == "torch" and "cutedsl" in choice.reasons["Liger's SM90 kernel"]
 
 
+def test_an_import_that_fails_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_driver(name: str) -> None:
+        raise OSError("libcuda.so.1: cannot open shared object file")
+
+    monkeypatch.setattr(loss_kernels, "compute_capability", lambda device: (10, 0))
+    monkeypatch.setattr(loss_kernels, "import_module", no_driver)
+    loss_kernels._why_no_import.cache_clear()
+    choice = chosen(**given(), impl="auto")
+    loss_kernels._why_no_import.cache_clear()
+    assert choice.name == "torch" and "libcuda" in choice.reasons["Liger's SM100 kernel"]
+
+
 @pytest.mark.parametrize("name", CAPABILITIES)
 @pytest.mark.parametrize("fault", ["raises", "scale", "one token"])
 def test_a_kernel_that_fails_its_trial(

@@ -239,7 +239,7 @@ def _not_cutedsl(module: str, needed: tuple[int, int], dtypes: tuple[torch.dtype
 def _why_no_import(module: str) -> str:
     try:
         import_module(module)
-    except ImportError as error:
+    except Exception as error:  # noqa: BLE001  # a driver that CuTe DSL does not find is an OSError
         return f"{module.partition('.')[0]}[cutedsl] does not import: {error}"
     return ""
 
