@@ -80,7 +80,7 @@ def both(pair: frozenset[str]) -> Technique:
 def build(how: Technique, ours: bool, dtype: torch.dtype = torch.float32) -> nn.Module:
     """A tiny model with every technique of ``how``, seqtile's own only if ``ours``."""
     layers = 1 if "compiled" in how.rest else 2  # compiling takes seconds per layer
-    sizes = {} if dtype == torch.float32 else WIDER
+    sizes = WIDER if dtype != torch.float32 or "autocast" in how.rest else {}
     model = causal_lm("llama", dtype, num_hidden_layers=layers, use_cache=False, attn_implementation="sdpa", **sizes)
     if "lora" in how.rest:
         from peft import LoraConfig, get_peft_model
@@ -153,8 +153,9 @@ def run(pair: frozenset[str]) -> None:
         assert found.score <= 1, found
 
 
-WIDER = {"hidden_size": 128, "intermediate_size": 256, "max_position_embeddings": 256}
-"""Sizes of the model in bf16: gradients of enough elements to be judged, heads as wide as a GPU's kernels want them."""
+WIDER = {"hidden_size": 144, "intermediate_size": 256, "head_dim": 32, "max_position_embeddings": 256}
+"""Sizes of the model in bf16 and under autocast: gradients of enough elements to be judged, heads as wide as a GPU's
+kernels want them."""
 
 
 def run_in_bf16(pair: frozenset[str]) -> None:

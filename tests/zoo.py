@@ -18,7 +18,10 @@ from transformers import (
 FALCON_READS_POSITIONS = tuple(map(int, __version__.split(".")[:2])) >= (5, 24)
 """Whether Falcon's mask keeps packed documents apart."""
 
-HIDDEN, INTERMEDIATE, VOCABULARY = 32, 88, 64
+HIDDEN, INTERMEDIATE, VOCABULARY = 40, 88, 68
+HEAD_DIM = 16
+"""Queries are 64 wide, keys and values 32. Widths are equal only where an architecture makes them so, so that code that
+reads a width from the wrong module raises."""
 
 _BASE = dict(
     hidden_size=HIDDEN,
@@ -35,48 +38,48 @@ _BASE = dict(
 _EXPERTS = dict(num_experts_per_tok=2, moe_intermediate_size=24)
 
 ARCHITECTURES: dict[str, dict[str, object]] = {
-    "llama": {},
-    "mistral": {},
-    "qwen2": {},
-    "qwen3": dict(head_dim=8),
-    "phi3": {},
-    "gemma2": dict(head_dim=8),
-    "gemma3_text": dict(head_dim=8),
+    "llama": dict(head_dim=HEAD_DIM),
+    "mistral": dict(head_dim=HEAD_DIM),
+    "qwen2": dict(head_dim=HEAD_DIM),
+    "qwen3": dict(head_dim=HEAD_DIM),
+    "phi3": dict(head_dim=HEAD_DIM),
+    "gemma2": dict(head_dim=HEAD_DIM),
+    "gemma3_text": dict(head_dim=HEAD_DIM),
     "gpt2": dict(n_embd=HIDDEN, n_layer=2, n_head=4, n_inner=INTERMEDIATE),
     "opt": dict(ffn_dim=INTERMEDIATE, word_embed_proj_dim=HIDDEN),
     "falcon": dict(ffn_hidden_size=INTERMEDIATE),
     "gpt_neox": {},
-    "cohere": {},
-    "olmo2": {},
-    "glm4": dict(head_dim=8),
-    "mixtral": dict(num_local_experts=4, num_experts_per_tok=2),
-    "qwen3_moe": dict(num_experts=4, head_dim=8, decoder_sparse_step=1, **_EXPERTS),
+    "cohere": dict(head_dim=HEAD_DIM),
+    "olmo2": dict(head_dim=HEAD_DIM),
+    "glm4": dict(head_dim=HEAD_DIM),
+    "mixtral": dict(num_local_experts=6, num_experts_per_tok=2, head_dim=HEAD_DIM),
+    "qwen3_moe": dict(num_experts=6, head_dim=HEAD_DIM, decoder_sparse_step=1, **_EXPERTS),
     "deepseek_v3": dict(
-        n_routed_experts=4,
+        n_routed_experts=6,
         n_group=1,
         topk_group=1,
-        q_lora_rank=16,
-        kv_lora_rank=16,
+        q_lora_rank=20,
+        kv_lora_rank=28,
         qk_rope_head_dim=8,
-        qk_nope_head_dim=8,
-        v_head_dim=8,
+        qk_nope_head_dim=10,
+        v_head_dim=14,
         first_k_dense_replace=1,
         **{**_EXPERTS, "num_key_value_heads": 4},
     ),
-    "gpt_oss": dict(num_local_experts=4, num_experts_per_tok=2, head_dim=8),
+    "gpt_oss": dict(num_local_experts=6, num_experts_per_tok=2, head_dim=HEAD_DIM),
 }
-_MAMBA = dict(mamba_n_heads=8, mamba_d_head=8, mamba_n_groups=1, mamba_d_state=8, mamba_chunk_size=4)
+_MAMBA = dict(mamba_n_heads=10, mamba_d_head=8, mamba_n_groups=1, mamba_d_state=6, mamba_chunk_size=4)
 HYBRIDS: dict[str, dict[str, object]] = {
     "qwen3_5_text": dict(
-        head_dim=8,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
+        head_dim=HEAD_DIM,
+        linear_num_key_heads=3,
+        linear_num_value_heads=6,
         linear_key_head_dim=8,
-        linear_value_head_dim=8,
+        linear_value_head_dim=12,
         layer_types=["linear_attention", "full_attention"],
     ),
-    "bamba": dict(attn_layer_indices=[1], **_MAMBA),
-    "lfm2": dict(layer_types=["conv", "full_attention"], block_auto_adjust_ff_dim=False),
+    "bamba": dict(attn_layer_indices=[1], head_dim=HEAD_DIM, **_MAMBA),
+    "lfm2": dict(head_dim=HEAD_DIM, layer_types=["conv", "full_attention"], block_auto_adjust_ff_dim=False),
 }
 """Models with a layer that carries a state and one with attention."""
 TILED_BLOCKS = {name: 3 if name == "deepseek_v3" else 2 for name in ARCHITECTURES}
@@ -100,7 +103,7 @@ def causal_lm(architecture: str, dtype: torch.dtype = torch.float32, **config: o
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **settings)).to(dtype).train()
 
 
-_T5 = dict(d_model=HIDDEN, d_ff=INTERMEDIATE, d_kv=8, num_heads=4, num_layers=2, dropout_rate=0.0)
+_T5 = dict(d_model=HIDDEN, d_ff=INTERMEDIATE, d_kv=HEAD_DIM, num_heads=4, num_layers=2, dropout_rate=0.0)
 _BART = dict(d_model=HIDDEN, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
              encoder_ffn_dim=INTERMEDIATE, decoder_ffn_dim=INTERMEDIATE, activation_dropout=0.0)  # fmt: skip
 ENCODERS: dict[str, dict[str, object]] = {
@@ -142,13 +145,13 @@ def vision_language_model(dtype: torch.dtype = torch.float32, architecture: str 
     text = {
         **_BASE,
         **HYBRIDS.get(f"{architecture}_text", {}),
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]},
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 2, 2]},
     }
-    vision = dict(depth=1, hidden_size=HIDDEN, num_heads=4, patch_size=4)
+    vision = dict(depth=1, hidden_size=48, num_heads=4, patch_size=4)
     if architecture == "qwen2_vl":
-        vision |= dict(embed_dim=HIDDEN, mlp_ratio=2)
+        vision |= dict(embed_dim=48, hidden_size=HIDDEN, mlp_ratio=2)
     else:
-        vision |= dict(out_hidden_size=HIDDEN, intermediate_size=48)
+        vision |= dict(out_hidden_size=HIDDEN, intermediate_size=56)
         vision |= dict(window_size=16) if architecture == "qwen2_5_vl" else {}
     marks = dict(image_token_id=60, video_token_id=61, vision_start_token_id=62, vision_end_token_id=63)
     config = AutoConfig.for_model(architecture, text_config=text, vision_config=vision, **marks)

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.device
 
 KERNELS = {"flash": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION,
            "memory-efficient": SDPBackend.EFFICIENT_ATTENTION, "chosen by PyTorch": None}  # fmt: skip
-SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "max_position_embeddings": 512}
+SIZES = {"hidden_size": 160, "intermediate_size": 512, "head_dim": 64, "max_position_embeddings": 512}
 BATCH, LENGTH = 2, 192
 NO_KERNEL = ("No available kernel", "No viable backend")
 

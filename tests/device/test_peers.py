@@ -17,7 +17,7 @@ from zoo import causal_lm, gradients, tokens
 
 pytestmark = [pytest.mark.device, pytest.mark.filterwarnings("ignore")]  # the libraries' own
 
-SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 24}
 SETTINGS = {
     "tiled": {"tile": 8},
     "everything": {"tile": 8, "blocks": "mlp+norm+projections", "heads": 1, "loss": "tiled", "loss_tile": 16,

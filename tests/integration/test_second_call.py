@@ -29,11 +29,11 @@ from seqtile.integrations.ms_swift import make_callback
 from seqtile.integrations.trl import tile_trainer
 from seqtile.options import TilingOptions
 from seqtile.state import state_layers
-from zoo import INTERMEDIATE, VOCABULARY, assert_same_gradients, causal_lm, tokens
+from zoo import HIDDEN, INTERMEDIATE, VOCABULARY, assert_same_gradients, causal_lm, tokens
 
 BATCH, LENGTH = 2, 24
 BLOCK, HEAD, STATE, MODULE = 5, 6, 7, 3  # rows of a tile of each
-CONV = 96  # width of the product that only the layer with a convolution has
+CONV = 3 * HIDDEN  # width of the product that only the layer with a convolution has
 
 
 def build() -> nn.Module:

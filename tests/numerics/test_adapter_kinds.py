@@ -372,7 +372,7 @@ def test_adapters_on_bitsandbytes_layers(kind: str, checkpoint: bool) -> None:
         return made.to("cpu")
 
     def make() -> nn.Module:
-        base = replace_linears(causal_lm("llama", hidden_size=64, intermediate_size=128), quantise)
+        base = replace_linears(causal_lm("llama", hidden_size=64, intermediate_size=128, head_dim=24), quantise)
         base.eval()  # as from_pretrained leaves it
         with seqtile.applied(base, tile=5):
             pass  # looking at a block must not repack its weights

@@ -20,7 +20,7 @@ from seqtile.checkpointing import keep_attention
 from seqtile.checkpointing.keep_attention import kept_per_token
 from seqtile.checkpointing.policies import standing_checkpointing
 from seqtile.ops.rng import RandomState
-from zoo import HIDDEN, INTERMEDIATE, causal_lm, tokens
+from zoo import HEAD_DIM, HIDDEN, INTERMEDIATE, VOCABULARY, causal_lm, tokens
 
 BATCH, LENGTH, LAYERS, HEADS = 2, 24, 2, 4
 
@@ -97,7 +97,7 @@ def test_layers_whose_heads_differ_count_as_the_widest() -> None:
         pytest.skip("transformers has no gemma4_text")
     settings: dict[str, Any] = {
         "hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE, "num_hidden_layers": 6, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "vocab_size": 64, "head_dim": 16, "hidden_size_per_layer_input": 0,
+        "num_key_value_heads": 2, "vocab_size": VOCABULARY, "head_dim": 16, "hidden_size_per_layer_input": 0,
     }  # fmt: skip
     config = AutoConfig.for_model("gemma4_text", global_head_dim=32, sliding_window=8, **settings)
     assert kept_per_token(config, 4) == 4 * (32 * 4 + 4)
@@ -117,10 +117,10 @@ def test_what_is_kept_is_reported(offload: bool) -> None:
     ids = tokens(BATCH, LENGTH)
     loss = model(input_ids=ids, labels=ids).loss
     one = standing_checkpointing(model)[0]
-    output, lse = BATCH * LENGTH * HIDDEN * 4, BATCH * LENGTH * HEADS * 4
+    hidden_states, output, lse = (BATCH * LENGTH * width * 4 for width in (HIDDEN, HEADS * HEAD_DIM, HEADS))
     assert one.attention is not None and one.attention.saved_bytes == LAYERS * (output + lse)
     if one.host is not None:
-        assert one.host.parked_bytes == LAYERS * (2 * output + lse)  # the layer's input, attention's output and lse
+        assert one.host.parked_bytes == LAYERS * (hidden_states + output + lse)
     loss.backward()
     assert one.host is None or one.host.parked_bytes == 0
     note, ran = report.notes[-2:]

@@ -561,11 +561,11 @@ def test_a_configuration_without_a_width() -> None:
         pytest.skip("transformers has no BLT")
     sizes = dict(
         hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
-        vocab_size=64, max_position_embeddings=128,
+        vocab_size=VOCABULARY, max_position_embeddings=128,
     )  # fmt: skip
     part = {**sizes, "cross_attn_k": 2, "hidden_size_global": 64}
     config = transformers.BltConfig(
-        vocab_size=64, patcher_config=sizes, encoder_config=part, decoder_config=part,
+        vocab_size=VOCABULARY, patcher_config=sizes, encoder_config=part, decoder_config=part,
         global_config={**sizes, "hidden_size": 64}, encoder_hash_byte_group_size=[3], encoder_hash_byte_group_vocab=50,
     )  # fmt: skip
     torch.manual_seed(0)

@@ -149,7 +149,8 @@ def test_a_hook_on_the_head_gets_logits(caplog: pytest.LogCaptureFixture) -> Non
 
 
 def test_a_model_without_a_causal_loss_of_transformers_is_refused() -> None:
-    for model in (of_a_kind("bart", is_decoder=True, d_model=HIDDEN), causal_lm("llama").model):
+    bart = of_a_kind("bart", is_decoder=True, d_model=HIDDEN, decoder_attention_heads=4)
+    for model in (bart, causal_lm("llama").model):
         with pytest.raises(seqtile.UserError, match="needs a causal language model"):
             seqtile.apply(model, blocks="none", loss="tiled")
         assert "forward" not in model.__dict__

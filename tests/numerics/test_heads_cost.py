@@ -17,7 +17,7 @@ import seqtile
 from seqtile.options import WHOLE_LAYER, TilingOptions
 from seqtile.planner.fake_step import fake_step
 from seqtile.planner.step_config import Lora, Setup
-from zoo import causal_lm, tokens
+from zoo import HIDDEN, causal_lm, tokens
 
 BATCH, LENGTH, LAYERS, QUERY, GROUPS = 2, 24, 2, 8, 4
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "attention_rows.py"
@@ -86,7 +86,7 @@ def test_products_and_attention_calls_of_the_untiled_layer(how: str, frozen: boo
 def test_adapters_add_their_own_products_alone(how: str) -> None:
     """``x @ A`` once more for the gradient of ``B``, as in the fused MLP; it is rank / width of a product."""
     untiled, got = _cost(how, adapters=True), _cost(how, adapters=True, heads=1)
-    again = 2 * LAYERS * BATCH * LENGTH * 3 * 32 * 4
+    again = 2 * LAYERS * BATCH * LENGTH * 3 * (3 * HIDDEN + QUERY * 4)
     assert untiled[0] <= got[0] <= untiled[0] + again and got[1:] == untiled[1:]
 
 

@@ -168,7 +168,9 @@ def test_bitsandbytes_layers(kind: str) -> None:
 
     def build() -> nn.Module:
         base = replace_linears(
-            causal_lm("llama", use_cache=False, hidden_size=64, intermediate_size=128, num_hidden_layers=LAYERS),
+            causal_lm(
+                "llama", use_cache=False, hidden_size=64, intermediate_size=128, head_dim=24, num_hidden_layers=LAYERS
+            ),
             quantised,
         )
         base.is_loaded_in_4bit, base.is_loaded_in_8bit = kind == "4-bit", kind == "8-bit"

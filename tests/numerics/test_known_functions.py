@@ -17,7 +17,7 @@ from transformers.models.llama import modeling_llama
 
 import seqtile
 from seqtile.recognise.known_functions import TWINS
-from zoo import assert_same_gradients, causal_lm, gradients, tokens
+from zoo import HEAD_DIM, assert_same_gradients, causal_lm, gradients, tokens
 
 
 class _InPlace(torch.autograd.Function):
@@ -97,7 +97,7 @@ def test_ligers_norms_of_queries_and_keys(monkeypatch: pytest.MonkeyPatch) -> No
     model = causal_lm("qwen3", use_cache=False, attn_implementation="sdpa")
     for layer in model.model.layers:
         for name in ("q_norm", "k_norm"):
-            norm = rms_norm.LigerRMSNorm(8)
+            norm = rms_norm.LigerRMSNorm(HEAD_DIM)
             norm.weight.data.uniform_(0.5, 1.5)
             setattr(layer.self_attn, name, norm)
     expected = gradients(model, tokens(2, 13))[1]

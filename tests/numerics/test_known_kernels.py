@@ -124,7 +124,7 @@ def test_quantised_models_are_tiled(kind: str, order: str, checkpoint: bool) -> 
     from peft import LoraConfig, get_peft_model
 
     def make(tiles: bool) -> tuple[Any, Any]:
-        base: Any = causal_lm("llama", torch.float32, hidden_size=64, intermediate_size=128)
+        base: Any = causal_lm("llama", torch.float32, hidden_size=64, intermediate_size=128, head_dim=24)
         for layer in base.model.layers:
             for name in ("gate_proj", "up_proj", "down_proj"):
                 setattr(layer.mlp, name, quantised(getattr(layer.mlp, name), kind))

@@ -211,7 +211,7 @@ def test_custom_norms_are_left_alone_and_named(kernels: Counted) -> None:
     model = zoo.causal_lm("qwen3", use_cache=False)
     names = ["model.norm", "model.layers.1.self_attn.k_norm"]
     model.model.norm = CustomNorm(zoo.HIDDEN)
-    model.model.layers[1].self_attn.k_norm = CustomNorm(8)
+    model.model.layers[1].self_attn.k_norm = CustomNorm(zoo.HEAD_DIM)
     report = seqtile.apply(model, tile=16)
     assert sorted(left.name for left in report.left if left.custom) == sorted(names)
     assert report.norms == 5 and "model.norm" in str(report) + str(report.left)

@@ -13,7 +13,7 @@ import seqtile
 from seqtile.install.adapters import lora_config, without_adapters
 from seqtile.install.runs import what_ran
 from watching import rows_of
-from zoo import assert_same_gradients, causal_lm, gradients, tokens
+from zoo import HIDDEN, assert_same_gradients, causal_lm, gradients, tokens
 
 TARGETS = {
     "llama": ["gate_proj", "up_proj", "down_proj", "q_proj"],
@@ -75,7 +75,7 @@ def test_lora_dropout_draws_the_same_mask_in_the_recompute() -> None:
     seqtile.apply(model, tile=5)
     model = _warm(get_peft_model(model, _config("llama", lora_dropout=0.5)))
     mlp = model.base_model.model.model.layers[0].mlp  # alone: the model's norms compute in float32
-    x = torch.randn(2, 13, 32, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    x = torch.randn(2, 13, HIDDEN, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
 
     def loss() -> torch.Tensor:
         torch.manual_seed(11)

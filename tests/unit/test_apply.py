@@ -17,7 +17,7 @@ import seqtile
 from seqtile.blocks.instance import Installed
 from seqtile.options import WHOLE_LAYER
 from watching import rows_of
-from zoo import assert_same_gradients, causal_lm, gradients, tokens
+from zoo import HEAD_DIM, HIDDEN, INTERMEDIATE, assert_same_gradients, causal_lm, gradients, tokens
 
 
 def _attributes(model: nn.Module) -> dict[str, dict[str, object]]:
@@ -40,7 +40,7 @@ def test_report_is_one_line(path: str, operator: str) -> None:
     [
         ("auto", "1,024 tokens per tile"),
         ("shards:4", "4 tiles"),
-        ("arctic", "ceil(tokens / 32) tiles"),
+        ("arctic", f"ceil(tokens / {HIDDEN}) tiles"),
         ("memory:1MiB", "384 tokens per tile"),
         (64, "64 tokens per tile"),
     ],
@@ -214,7 +214,7 @@ def test_hooks_on_the_block_fire_once_with_whole_tensors(architecture: str, path
     with rows_of(mlp.gate_proj.weight) as rows:
         _, got = gradients(model, ids)
     assert rows[:6] == [5, 5, 4, 4, 4, 4]  # and the block stays tiled
-    whole = torch.Size((2, 13, 32))
+    whole = torch.Size((2, 13, HIDDEN))
     assert seen == [("forward", whole, whole), ("backward", whole, whole)]
     assert_same_gradients(got, expected)
 
@@ -349,7 +349,7 @@ def test_torch_compile_gives_the_same_numbers() -> None:
 def test_torch_compile_of_a_tiled_mlp_in_one_graph() -> None:
     model = causal_lm("llama", torch.float64)
     mlp = model.model.layers[0].mlp
-    x = torch.randn(2, 13, 32, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(2, 13, HIDDEN, dtype=torch.float64, requires_grad=True)
     inputs = [x, *mlp.parameters()]
     expected = torch.autograd.grad(mlp(x).pow(2).sum(), inputs)
     seqtile.apply(model, tile=5)
@@ -376,7 +376,7 @@ class Counted(nn.Module):
 def test_torch_compile_in_one_graph_after_a_dict_has_changed(settings: dict[str, Any]) -> None:
     layer = causal_lm("llama", torch.float64).model.layers[0]
     seqtile.apply(layer, tile=5, **settings)
-    x = torch.randn(2, 13, 32, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(2, 13, HIDDEN, dtype=torch.float64, requires_grad=True)
     for block in (layer.mlp, layer.post_attention_layernorm, layer.self_attn.q_proj):
         [expected] = torch.autograd.grad(block(x).pow(2).sum(), [x])
         compiled = torch.compile(Counted(block), backend="aot_eager", fullgraph=True)
@@ -435,7 +435,7 @@ def test_a_hook_added_later_sees_whole_calls_and_says_so(caplog: pytest.LogCaptu
     for _ in range(2):
         _, got = gradients(model, ids)
         assert_same_gradients(got, expected)
-    assert shapes == [torch.Size((2, 13, 88))] * 2
+    assert shapes == [torch.Size((2, 13, INTERMEDIATE))] * 2
     told = [r.message for r in caplog.records if "model.layers.0.mlp runs untiled: function" in r.message]
     assert len(told) == 1 and "custom code" in told[0]
 
@@ -551,7 +551,7 @@ def test_the_report_prices_attention_saved_where_checkpoints_compute_it_again() 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of the name that all supported transformers have
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    kept = 4 * (8 * 2 + 4)  # 4 heads of 8 elements in bf16, and 4 bytes each of the log-sum-exp
+    kept = 4 * (HEAD_DIM * 2 + 4)  # 4 heads in bf16, and 4 bytes each of the log-sum-exp
     assert f"{kept} bytes per token (bf16) in each of 2 layers" in note_on_attention(report)
     with torch.no_grad():
         model(input_ids=tokens(1, 8192))

@@ -12,7 +12,9 @@ from watching import rows_of
 from zoo import (
     ARCHITECTURES,
     EXPERTS,
+    HIDDEN,
     TILED_BLOCKS,
+    VOCABULARY,
     assert_same_gradients,
     causal_lm,
     exact_dtype,
@@ -376,10 +378,11 @@ def test_an_mlp_that_takes_the_residual_too(architecture: str) -> None:
     from transformers import AutoConfig
 
     torch.manual_seed(0)
-    sizes = {"bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4, "hidden_dropout": 0.0}}.get(
-        architecture, {"d_model": 32, "n_layers": 2, "n_heads": 4, "expansion_ratio": 2, "max_seq_len": 64}
+    sizes = {"bloom": {"hidden_size": HIDDEN, "n_layer": 2, "n_head": 4, "hidden_dropout": 0.0}}.get(
+        architecture, {"d_model": HIDDEN, "n_layers": 2, "n_heads": 4, "expansion_ratio": 2, "max_seq_len": 64}
     )
-    config = AutoConfig.for_model(architecture, vocab_size=64, pad_token_id=0, bos_token_id=1, eos_token_id=2, **sizes)
+    special = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    config = AutoConfig.for_model(architecture, vocab_size=VOCABULARY, **special, **sizes)
     model, ids = AutoModelForCausalLM.from_config(config).train(), tokens()  # MPT's mask is made for float32
     _, expected = gradients(model, ids)
     assert seqtile.apply(model, tile=5).tiled == 2

@@ -28,7 +28,7 @@ import seqtile
 from other_thread import backward_elsewhere
 from seqtile.recognise import proof
 from watching import rows_of
-from zoo import EXPERTS, assert_same_gradients, causal_lm, gradients, tokens
+from zoo import EXPERTS, HIDDEN, INTERMEDIATE, assert_same_gradients, causal_lm, gradients, tokens
 
 D, F_ = 8, 12
 FULL = [5, 5, 4, 4, 4, 4]
@@ -199,7 +199,7 @@ def test_a_hook_around_the_block_is_none_inside_it() -> None:
 CHANGES: dict[str, Callable[[Any], object]] = {
     "another activation": lambda mlp: setattr(mlp, "act_fn", nn.ReLU()),
     "a frozen weight": lambda mlp: mlp.up_proj.weight.requires_grad_(False),
-    "another layer": lambda mlp: setattr(mlp, "up_proj", nn.Linear(32, 88, dtype=torch.float64)),
+    "another layer": lambda mlp: setattr(mlp, "up_proj", nn.Linear(HIDDEN, INTERMEDIATE, dtype=torch.float64)),
     "a custom activation": lambda mlp: setattr(mlp, "act_fn", nn.Sequential(nn.Softplus())),
     "a custom hook": lambda mlp: mlp.gate_proj.register_forward_hook(lambda m, args, out: out * 2),
     "another weight": lambda mlp: setattr(mlp.gate_proj, "weight", nn.Parameter(mlp.gate_proj.weight.detach() * 3)),

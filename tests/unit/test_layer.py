@@ -9,7 +9,7 @@ from torch import nn
 import seqtile
 from seqtile.blocks import layer as tiled_layer
 from watching import dropout_that_scales, rows_of
-from zoo import assert_same_gradients, causal_lm, gradients, tokens
+from zoo import HIDDEN, assert_same_gradients, causal_lm, gradients, tokens
 
 NEIGHBOURS = {
     "gemma2": ("pre_feedforward_layernorm", "mlp", "post_feedforward_layernorm"),
@@ -85,7 +85,7 @@ def test_a_hook_on_a_member_takes_the_neighbours_out_of_the_tile(path: str, capl
         _, got = gradients(model, ids)
     assert rows[:6] == [5, 5, 4, 4, 4, 4]  # the block alone stays tiled
     gradients(model, ids)
-    assert seen == [torch.Size((2, 13, 32))] * 2
+    assert seen == [torch.Size((2, 13, HIDDEN))] * 2
     assert_same_gradients(got, expected)
     told = [record for record in caplog.records if "post_feedforward_layernorm has hooks" in record.message]
     assert len(told) == 1
