@@ -128,6 +128,24 @@ def _compiler_as_it_was() -> Iterator[None]:
         sys.modules["torch"].compiler.reset()
 
 
+@pytest.fixture(autouse=True)
+def _terms_of_plans_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a test plans, no term is negative, and terms add up to the expected memory."""
+    memory_plan = sys.modules.get("seqtile.planner.memory_plan")
+    if memory_plan is None:
+        return
+    estimate_of = memory_plan.Planner.estimate
+
+    def estimate(*args: Any, **kwargs: Any) -> Any:
+        planned = estimate_of(*args, **kwargs)
+        for terms, bounds in ((planned.terms, planned.device), (planned.host_terms, planned.host)):
+            assert min(terms.values()) >= 0, terms
+            assert abs(sum(terms.values()) - bounds.expected) <= 1e-9 * bounds.expected, (terms, bounds)
+        return planned
+
+    monkeypatch.setattr(memory_plan.Planner, "estimate", estimate)
+
+
 @pytest.fixture
 def device(pytestconfig: pytest.Config) -> torch.device:
     """The device of ``--device``, for a test that places its tensors itself. Others get it as the default device."""

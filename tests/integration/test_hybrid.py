@@ -28,11 +28,13 @@ from seqtile.integrations.callback import _check_trainer as check_in_trainer
 from seqtile.options import TilingOptions
 from seqtile.planner import memory_plan
 from seqtile.planner.accelerators import find_device
-from seqtile.planner.fake_step import fake_step
+from seqtile.planner.fake_step import build, fake_step
 from seqtile.planner.memory_plan import Planner
+from seqtile.planner.middle_tiles import MiddleTiles
 from seqtile.planner.request import Request
 from seqtile.planner.step_config import Lora, Setup
 from seqtile.recognise.decoder_layers import STATES, UNKNOWN_STATE, decoder_layers, states_of
+from seqtile.state.state_layers import can_carry
 from seqtile.train.load import check_split
 from seqtile.train.packing import check_packing
 from seqtile.train.recipe import build_recipe
@@ -305,6 +307,34 @@ def test_tiles_with_a_state_are_planned(family: str, caplog: pytest.LogCaptureFi
         for run in (tiled, whole)
     )
     assert of_state < of_state_whole
+
+
+@pytest.mark.parametrize(
+    ("tokens", "lora"), [(12 * 64, None), (13 * 64 - 5, Lora(4))], ids=["", "short last, adapters"]
+)
+@pytest.mark.parametrize(
+    "family", [one if one in ("qwen3_next", "lfm2") else pytest.param(one, marks=pytest.mark.slow) for one in KINDS]
+)
+def test_tiles_in_the_middle_are_not_run_and_hold_what_they_hold(
+    family: str, tokens: int, lora: Lora | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Byte for byte in each part of the step."""
+    known(family)
+    config = tiny_config(family)
+    config.max_position_embeddings = 4096
+    options = TilingOptions(tile=256, loss="tiled", loss_tile=256, checkpoint="layer", state=64)
+    setup = Setup(dtype=torch.bfloat16, options=options, lora=lora, scans="kernels", device_type="cuda")
+    try:
+        few = fake_step(config, setup, tokens)
+    except UserError as error:
+        pytest.skip(f"cannot be planned in tiles: {error}")
+    monkeypatch.setattr(MiddleTiles, "left_out", lambda self: nullcontext())
+    every = fake_step(config, setup, tokens)
+    assert {phase: part.terms for phase, part in few.peaks.items()} == {
+        phase: part.terms for phase, part in every.peaks.items()
+    }
+    if can_carry(build(config, setup, "meta").model):
+        assert len(few.operators) < len(every.operators)
 
 
 @pytest.mark.parametrize("padding_free", [False, True])

@@ -27,6 +27,7 @@ from seqtile.counting import count_products
 from seqtile.host_weights import standing_host_weights
 from seqtile.options import changed
 from seqtile.planner import explain as explain_module
+from seqtile.planner import model_shapes
 from seqtile.planner.accelerators import DEVICES, Device, find_device
 from seqtile.planner.explain import explain, next_step, proposals, recipe
 from seqtile.planner.extrapolate import fit_for
@@ -128,11 +129,34 @@ def test_a_length_beyond_the_positions_is_planned_with_what_the_run_needs(folder
     written, lengths = tmp_path / "recipe.yaml", ["--max-length", "100000", "--device", "80GiB", "--json"]
     assert main(["plan", "--model", str(folder), *lengths, "--recipe", str(written)]) == 0
     shown = json.loads(capsys.readouterr().out)
-    assert shown["max_length"] >= 100_000 and any("rope_scaling" in note for note in shown["notes"])
+    assert shown["fits"] and shown["max_length"] == 65536 and shown["max_length_beyond_positions"] >= 100_000
+    assert any("rope_scaling" in note for note in shown["notes"])
     load_config(build_recipe(read_recipe(written), {"dataset": "rows.jsonl"})[0])  # refuses too few positions
     CONFIG_MAPPING["gpt2"](n_layer=1, n_positions=64).save_pretrained(tmp_path)
     assert main(["plan", "--model", str(tmp_path), *lengths]) == 2
     assert "the 64 positions" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("lengths", [[], ["--max-length", "6000"]], ids=["longest", "asked beyond"])
+@pytest.mark.parametrize("named", [True, False], ids=["a shape", "a config"])
+def test_the_longest_length_is_within_the_positions_and_what_is_beyond_is_another_line(
+    named: bool, lengths: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {name: value for name, value in SIZES.items() if name != "max_position_embeddings"}
+    monkeypatch.setitem(model_shapes.NAMED, "a-shape", ("llama", sizes))
+    monkeypatch.setitem(model_shapes.NAMED_POSITIONS, "a-shape", (4096, "yarn", 1))
+    AutoConfig.for_model("llama", **{**SIZES, "max_position_embeddings": 4096}).save_pretrained(tmp_path)
+    model = "a-shape" if named else str(tmp_path)
+    command = ["plan", "--model", model, "--device", "1.5GiB", "--checkpoint", "layer", *lengths]
+    assert main(command) == 0
+    shown = capsys.readouterr().out
+    assert "fits: 4,096 tokens" in shown and "Limited by positions" in shown and "Next:" not in shown
+    assert main([*command, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    beyond = found["max_length_beyond_positions"]
+    assert (found["max_length"], found["next"]) == (4096, None) and beyond > 4096
+    factor = -(-beyond // 4096)
+    assert f"positions: {beyond:,} tokens, with 'rope_scaling: {{rope_type: yarn, factor: {factor}}}'" in shown
 
 
 BAD = [

@@ -86,7 +86,7 @@ def command(
     from pathlib import Path
 
     from seqtile.planner.accelerators import find_device
-    from seqtile.planner.model_shapes import is_masked_lm, max_positions, read_config
+    from seqtile.planner.model_shapes import is_masked_lm, max_positions, named_positions, read_config
     from seqtile.planner.names import check_names, split_offload
 
     # Names, numbers and paths are checked first: importing what runs the step takes seconds.
@@ -138,7 +138,7 @@ def command(
         config = read_config(model)
         if is_masked_lm(config) and policy is None:
             tiling = replace(tiling, loss=None)  # the default is for causal language models
-        rope_scaling = None
+        rope_scaling, own_positions = None, named_positions(model) or max_positions(config)
         if max_length is not None and max_length > (max_positions(config) or max_length):
             rope_scaling = None if is_masked_lm(config) else scaling_for(config, max_length)
             if rope_scaling is not None:
@@ -152,7 +152,7 @@ def command(
             device_link=None if device_link is None else device_link * 1e9 / 8,
             grpo=None if policy is None else Grpo(**policy),
             pictures=read_pictures(config, images, size, image_tokens) if has_pictures else None,
-            rope_scaling=rope_scaling,
+            rope_scaling=rope_scaling, own_positions=own_positions,
         )  # fmt: skip
         if recipe is not None and not request.has_recipe:
             raise UserError(

@@ -24,6 +24,7 @@ from seqtile.planner.explain import (
     not_modelled,
     recipe,
     recipe_lacks,
+    rope_scaling_key,
 )
 from seqtile.planner.memory_plan import SPLITS, Planner
 from seqtile.planner.model_shapes import NAMED
@@ -127,6 +128,8 @@ def _print_verdict(
             console.print(f"{estimate.tokens:,} tokens do not fit in host memory.", style="bold")
     high = f"({planner.sure():,} at the high estimate)"
     console.print(f"Longest sequence that fits: {longest:,} tokens {high}. Limited by {limit}.")
+    if limit == "positions" and (further := planner.longest_beyond(estimate.tokens)):
+        console.print(f"Beyond the model's positions: {further:,} tokens, with {rope_scaling_key(request, further)}.")
     if len(lengths := by_split()) > 1:
         sizes = ", ".join(f"{size}: {length:,}" for size, length in lengths.items())
         console.print(f"Longest by --{SPLITS[request.engine].replace('_', '-')}: {sizes.replace(', ', '; ')}.")
@@ -181,6 +184,7 @@ def print_object(
     request = planner.request
     work = planner.work(estimate.tokens)
     tflops = request.device.tflops
+    beyond = planner.longest_beyond(estimate.tokens) if limit == "positions" else 0
     between, inside = (
         moved(request, planner.counts, estimate.tokens) for moved in (bytes_between_nodes, bytes_inside_a_node)
     )
@@ -198,6 +202,7 @@ def print_object(
         "max_length": longest,
         "sure_length": planner.sure(),
         "limited_by": limit,
+        "max_length_beyond_positions": beyond or None,
         "max_length_by_split": by_split,
         "next": None if better is None else {"flags": better.flags, "max_length": better.length, "why": better.why},
         "checkpoint": to_flag("checkpoint", request.options.checkpoint),

@@ -14,8 +14,9 @@ from seqtile.planner.estimate import Estimate
 from seqtile.planner.kinds import step_kinds_of
 from seqtile.planner.live_at_peaks import CHECKPOINTS, KEPT, KEPT_TILES
 from seqtile.planner.memory_plan import LONGEST, Planner
-from seqtile.planner.model_shapes import max_positions, named_scaling
+from seqtile.planner.model_shapes import named_scaling
 from seqtile.planner.request import Request
+from seqtile.planner.rope_scaling import scaling_for
 from seqtile.planner.step_config import Grpo, Lora
 from seqtile.planner.techniques import (
     CHECKPOINTS_ON_HOST,
@@ -105,7 +106,7 @@ def next_step(planner: Planner, longest: int, asked: int = 0) -> NextSetting | N
     """
     best: NextSetting | None = None
     request = planner.request
-    if longest >= (max_positions(request.config) or LONGEST):
+    if longest >= (request.positions or LONGEST):
         return None
     for technique in proposals(planner):
         if technique is MINIMAL_MEMORY and best is not None:
@@ -114,7 +115,7 @@ def next_step(planner: Planner, longest: int, asked: int = 0) -> NextSetting | N
             candidate = Planner(technique.on(request), like=planner)
         except UserError:
             continue
-        if candidate.at_least(1) > request.device.memory:
+        if candidate.at_least(longest + 1) > request.device.memory:
             continue
         length, _ = candidate.longest()
         if length > longest and (best is None or length > best.length):
@@ -220,18 +221,23 @@ def planned_offload(planner: Planner, estimate: Estimate) -> bool | str:
 
 def rope_scaling_of(request: Request, tokens: int) -> dict[str, Any] | None:
     """The rotary scaling that ``tokens`` tokens need; None where the model has as many positions."""
-    return request.rope_scaling or named_scaling(request.model, tokens)
+    if scaling := named_scaling(request.model, tokens):
+        return scaling
+    return scaling_for(request.config, tokens) if tokens > (request.own_positions or tokens) else None
+
+
+def rope_scaling_key(request: Request, tokens: int) -> str:
+    """The same as a key of a recipe; "" where none is needed."""
+    scaling = rope_scaling_of(request, tokens)
+    keys = ", ".join(f"{key}: {value}" for key, value in (scaling or {}).items())
+    return f"'rope_scaling: {{{keys}}}'" if keys else ""
 
 
 def beyond_positions(request: Request, tokens: int) -> list[str]:
     """A note on the rotary scaling that ``tokens`` tokens need."""
-    if (scaling := rope_scaling_of(request, tokens)) is None:
+    if not (key := rope_scaling_key(request, tokens)):
         return []
-    keys = ", ".join(f"{key}: {value}" for key, value in scaling.items())
-    return [
-        f"{tokens:,} tokens exceed the positions of {request.model}: train with 'rope_scaling: {{{keys}}}', which "
-        "--recipe writes"
-    ]
+    return [f"{tokens:,} tokens exceed the positions of {request.model}: train with {key}, which --recipe writes"]
 
 
 def recipe(planner: Planner, tokens: int) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from seqtile.planner.live_at_peaks import (
     PIECE_GRADIENTS,
     WEIGHTS,
 )
-from seqtile.planner.model_shapes import max_positions, towers_of
+from seqtile.planner.model_shapes import towers_of
 from seqtile.planner.names import STATE_BYTES
 from seqtile.planner.phases import ATTENTION, BLOCK, BLOCK_AND_NORMS, HEAD, REST, STATE, Phase
 from seqtile.planner.request import (
@@ -37,6 +37,7 @@ from seqtile.planner.request import (
     check_request,
     check_request_combination,
 )
+from seqtile.planner.rope_scaling import scaling_for
 from seqtile.planner.sharding_terms import (
     BUFFERS,
     CONSTANTS,
@@ -166,7 +167,8 @@ class Planner:
         # An upper bound of lengths: tile rules enumerate every tile.
         self._beyond = LONGEST
         self._beyond = (
-            self._furthest(lambda tokens: self.at_least(tokens) <= request.device.memory) + SHORT * request.split
+            self._furthest(lambda tokens: self.at_least(tokens) <= request.device.memory, LONGEST)
+            + SHORT * request.split
         )
 
     def _count(self, sample: LayerSample) -> Counts:
@@ -371,8 +373,19 @@ class Planner:
         length = min(self._reach(self.fits_at_the_high_estimate, min(self._longest, self._beyond))[0], self._longest)
         return length if length >= self.least else 0
 
+    def longest_beyond(self, start: int | None = None) -> int:
+        """The longest sequence that fits with rotary scaling beyond the model's positions; 0 where none is longer."""
+        positions = self.request.positions
+        if positions is None or not (self.request.rope_scaling or scaling_for(self.request.config, 2 * positions)):
+            return 0
+        length, _ = self._reach(self.fits, start, LONGEST)
+        return length if length > positions else 0
+
     def longest(self, start: int | None = None) -> tuple[int, str]:
-        """The longest sequence that fits (0 if none does), and what limits it; the search begins at ``start``."""
+        """The longest sequence within the model's positions that fits (0 if none does), and what limits it.
+
+        The search begins at ``start``.
+        """
         if start is None and self.at_least(1) > self.request.device.memory:
             self._longest = SHORT * self.request.split  # longer fake runs give no more information
             return 0, self._limit(self.estimate(self._longest))
@@ -380,27 +393,31 @@ class Planner:
         self._longest = length
         if length < self.least:
             return 0, self._limit(self.estimate(max(self.least, self.request.split), lines))
-        positions = max_positions(self.request.config)
-        grain = SHORT * self.request.split
+        positions, grain = self.request.positions, SHORT * self.request.split
         beyond = self.estimate(min(length + max(grain, length // 256), 2**27), lines)
         limit = "positions" if positions and length >= positions else self._limit(beyond)
         everything_moved = beyond.moved == 1.0 or not self.request.options.offload_room
         self.host_has_room = everything_moved and not limit.startswith("host memory")
         return length, limit
 
-    def _reach(self, holds: Callable[[Estimate], bool], start: int | None = None) -> tuple[int, Lines]:
+    def _reach(
+        self, holds: Callable[[Estimate], bool], start: int | None = None, limit: int | None = None
+    ) -> tuple[int, Lines]:
         """The longest sequence whose estimate ``holds``, and its lines; the search begins at ``start``.
+
+        No sequence is longer than ``limit``, by default the model's positions.
 
         Each length has tiles of its own, and lines of another length's tiles are right for it where those are about
         as large; else the search goes on with its tiles.
         """
         grain = SHORT * self.request.split
         shortest = max(grain, self.least)
-        reference = max(min(start or self._beyond, max_positions(self.request.config) or LONGEST), shortest)
+        limit = limit or self.request.positions or LONGEST
+        reference = max(min(start or self._beyond, limit), shortest)
         fitting = 0  # the longest that holds with tiles of its own
         for _ in range(MOST_FITS):
             lines = self.lines(reference)
-            length = self._furthest(lambda tokens, lines=lines: holds(self.estimate(tokens, lines)))  # type: ignore[misc]
+            length = self._furthest(lambda tokens, lines=lines: holds(self.estimate(tokens, lines)), limit)  # type: ignore[misc]
             if length >= reference:
                 fitting = max(fitting, reference)
             if length and self._about_alike(self.resolved(reference), self.resolved(length)):
@@ -411,9 +428,9 @@ class Planner:
             reference = length // self.request.split * self.request.split or shortest
         return fitting, self.lines(fitting or reference)
 
-    def _furthest(self, holds: Callable[[int], bool]) -> int:
-        """The longest sequence for which ``holds`` is true, to half a percent; 0 if there is none."""
-        top = min(max_positions(self.request.config) or LONGEST, self._beyond)
+    def _furthest(self, holds: Callable[[int], bool], limit: int) -> int:
+        """The longest sequence of at most ``limit`` tokens for which ``holds`` is true, to half a percent, or 0."""
+        top = min(limit, self._beyond)
         if holds(top):
             return top
         grain = SHORT * self.request.split
@@ -479,7 +496,7 @@ def _named(terms: Mapping[str, float], setup: Setup) -> dict[str, float]:
     named: dict[str, float] = {}
     for name, value in terms.items():
         named[names.get(name, name)] = named.get(names.get(name, name), 0.0) + value
-    # Over layers of two kinds the mixer's bytes of one may be extrapolated into the other's: 211 GiB and -148 GiB.
+    # A part may hold as much at two moments, and its peak be at the first in one run, at the second in another.
     largest = max(named, key=lambda name: named[name])
     for name, value in list(named.items()):
         if value < 0:
@@ -554,7 +571,7 @@ def plan(request: Request, max_length: int | None = None) -> tuple[Planner, Esti
     auto = request.options.checkpoint == "auto"
     planner = Planner(changed(request, checkpoint="layer") if auto else request, max_length)
     saving = None
-    tokens = max_length or max_positions(request.config) or LONGEST  # of the row that should fit
+    tokens = max_length or request.positions or LONGEST  # of the row that should fit
     # A layer has some sixteen [tokens, hidden] live at once. Where those may not fit, the plain step is run first.
     layer = 16 * planner.local(tokens) * request.batch * planner.counts.hidden * planner.setup.dtype.itemsize
     crowded = planner.at_least(tokens) + layer > request.device.memory

@@ -46,6 +46,11 @@ def named_scaling(model: str, tokens: int) -> dict[str, Any] | None:
     return None if tokens <= positions else {"rope_type": rope_type, "factor": math.ceil(tokens * factor / positions)}
 
 
+def named_positions(model: str) -> int | None:
+    """Positions of a named shape's own model; None for another model."""
+    return NAMED_POSITIONS[model][0] if model in NAMED_POSITIONS else None
+
+
 def refuse_missing(model: str) -> None:
     """Refuse a model that is neither a name, nor a path that exists, nor like a Hub id; imports no library.
 

@@ -98,6 +98,19 @@ class _Labels:
         self._hooks.append(module.register_forward_pre_hook(enter, with_kwargs=True))
         self._hooks.append(module.register_forward_hook(leave, always_call=True))
 
+    def watch_output(self, layer: nn.Module, label: Phase) -> None:
+        """Call the backward of ``layer`` ``label`` from the gradient of its output on, its recompute included.
+
+        Else what runs in none of its parts counts as the layer after it, whose peak then has tensors of this one.
+        """
+
+        def leave(_: nn.Module, __: tuple[Any, ...], output: Any) -> None:
+            first = next(_gradient_tensors(output), None)
+            if first is not None and first is not self._last_output():
+                first.register_hook(lambda _: self._step_back(label))
+
+        self._hooks.append(layer.register_forward_hook(leave))
+
     def begin_backward(self) -> None:
         """The forward is over; the first thing in the backward is the loss."""
         self._backward = Phase(HEAD)
@@ -173,6 +186,8 @@ def label_phases(
                 number = _number(numbers, name)
                 outside = places.get(name.rpartition(".")[0], Phase(REST, number))
                 labels.watch(module, Phase(mixers[name], number), replace(outside, past_mixer=layers))
+            if name in numbers and name not in places and not chunked:
+                labels.watch_output(module, Phase(REST, numbers[name]))
         labels.switch()
         yield labels
     finally:

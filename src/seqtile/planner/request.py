@@ -53,6 +53,7 @@ class Request:
         grpo: a step of GRPO; None is a supervised one.
         pictures: in each row; None is text alone.
         rope_scaling: what ``config`` was extended by, beyond the model's own positions.
+        own_positions: the positions of the model itself, where ``config`` has more.
     """
 
     model: str
@@ -82,6 +83,12 @@ class Request:
     grpo: Grpo | None = None
     pictures: Pictures | None = None
     rope_scaling: dict[str, Any] | None = None
+    own_positions: int | None = None
+
+    @property
+    def positions(self) -> int | None:
+        """Positions of the model without further rotary scaling; None where it has no limit."""
+        return self.own_positions or max_positions(self.config)
 
     @property
     def per_node(self) -> int:
