@@ -444,6 +444,7 @@ def line_of(record: Record) -> dict[str, Any]:
         "left": [
             {"blocks": n, **dict(zip(("where", "class_name", "why"), key, strict=True))} for key, n in left.items()
         ],
+        "released": record.released,
     }
 
 

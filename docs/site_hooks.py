@@ -146,7 +146,7 @@ def architectures_table(records: list[dict[str, Any]]) -> str:
     """A row per architecture, and the form by which ``javascripts/architectures.js`` filters them."""
     states = Counter(record["state"] for record in records)
     options = "".join(f'<option value="{state}">{state} ({number})</option>' for state, number in states.most_common())
-    columns = ("architecture", "result", "runs in tiles", "left untiled")
+    columns = ("architecture", "result", "runs in tiles", "left untiled", "at released sizes")
     rows = "".join(_architecture(record, columns) for record in records)
     return f"""<form id="architectures-filter" hidden>
 <input type="search" name="words" aria-label="Search" placeholder="Model type, class or block">
@@ -180,7 +180,7 @@ def _architecture(record: dict[str, Any], columns: tuple[str, ...]) -> str:
         left.append(f"<p>{where(block)}: {escape(block['why'])}</p>")
     detail = f"<p>{escape(record['detail'])}</p>" if record["detail"] else ""
     name = re.sub(r"(?<=[_-])", "<wbr>", escape(record["architecture"]))
-    cells = (name, f"<p>{record['state']}</p>{detail}", "".join(tiled), "".join(left))
+    cells = (name, f"<p>{record['state']}</p>{detail}", "".join(tiled), "".join(left), escape(record["released"]))
     operators = " ".join(sorted({block["operator"] for block in record["tiled"]}))
     labelled = "".join(f'<td data-label="{column}">{cell}</td>' for column, cell in zip(columns, cells, strict=True))
     return f'<tr data-state="{record["state"]}" data-operators="{operators}">{labelled}</tr>\n'

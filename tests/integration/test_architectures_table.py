@@ -76,14 +76,17 @@ def test_the_site_shows_every_line() -> None:
     site_hooks = importlib.import_module("site_hooks")
     block = {"blocks": 2, "where": "layers.*.mlp", "class_name": "MLP"}
     tiled = {**block, "operator": "generic", "why": "a <b> c", "together": "norm + mlp"}
+    empty = {"detail": "", "tiled": [], "left": [], "released": ""}
+    left = [{**block, "why": "tower"}]
     records = [
-        {"architecture": "a", "state": "equal", "detail": "", "tiled": [tiled], "left": [{**block, "why": "tower"}]},
-        {"architecture": "b", "state": "not built", "detail": "it needs <image>", "tiled": [], "left": []},
+        {**empty, "architecture": "a", "state": "equal", "tiled": [tiled], "left": left, "released": "other <state>"},
+        {**empty, "architecture": "b", "state": "not built", "detail": "it needs <image>"},
     ]
     html = site_hooks.architectures_table(records)
     assert html.count("<tr data-state=") == 2 and 'value="not built">not built (1)' in html
     text = re.sub(r"<[^>]+>", "", html)
     assert "2 × layers.*.mlp MLP, generic: a &lt;b&gt; c; with norm + mlp" in text and "needs &lt;image&gt;" in text
+    assert "other &lt;state&gt;" in text
     summary = site_hooks.architectures_summary(site_hooks.read_architectures()[0], records)
     assert "2 model types" in summary and "1 tiled with gradients equal" in summary and "2 blocks ran" in summary
 
