@@ -84,8 +84,8 @@ def check_checkpointing(model: nn.Module, policy: str | None, offload: bool | in
             "model with attn_implementation='sdpa'"
         )
     for module in chosen:
-        for part in module.modules():
-            if (function := part.__dict__.get(CHECKPOINT_FUNCTION)) is not None:
+        for inner in module.modules():
+            if (function := inner.__dict__.get(CHECKPOINT_FUNCTION)) is not None:
                 _refuse_conflict(_without_policy(function), policy, offload)
 
 
@@ -151,7 +151,7 @@ class Checkpointing(Watched):
         module.__dict__[_POLICY_MARK] = self
         module.__dict__[SET_CHECKPOINTING] = self
         if on:
-            self._change(lambda former: former if _ours(former) else self.around(former))
+            self._change(lambda function: function if _ours(function) else self.around(function))
         else:
             self.before = {name: module.__dict__[name] for name in INPUT_HOOKS if name in module.__dict__}
             enable = getattr(module, "activation_checkpointing_enable", None) or module.gradient_checkpointing_enable
@@ -178,9 +178,9 @@ class Checkpointing(Watched):
 
     def _change(self, change: Callable[[Any], Any]) -> None:
         for module in self.module.modules():
-            former = module.__dict__.get(CHECKPOINT_FUNCTION)
-            if former is not None:
-                module.__dict__[CHECKPOINT_FUNCTION] = change(former)
+            function = module.__dict__.get(CHECKPOINT_FUNCTION)
+            if function is not None:
+                module.__dict__[CHECKPOINT_FUNCTION] = change(function)
 
     def __call__(
         self, enable: bool = True, gradient_checkpointing_func: Callable[..., Any] = checkpoint, **others: Any

@@ -107,8 +107,8 @@ def _autocast(call: ChunkedCall) -> tuple[bool, torch.dtype]:
 
 def _try_layer(layer: nn.Module, call: ChunkedCall, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ChunkProof:
     attentions = {kind for module in layer.modules() if (kind := attention_kind(module)) is not None}
-    if other := sorted(attentions - {*REPLACED}):
-        return ChunkProof(f"its attention runs as {other[0]!r}, which chunks do not replace")
+    if unreplaced := sorted(attentions - {*REPLACED}):
+        return ChunkProof(f"its attention runs as {unreplaced[0]!r}, which chunks do not replace")
     if any(ulysses_around(kind) for kind in attentions):
         return ChunkProof("sequence parallelism splits its sequence over ranks")
     if any(getattr(module, "is_kv_shared_layer", False) for module in layer.modules()):

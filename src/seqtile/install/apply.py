@@ -294,7 +294,7 @@ def refuse_tiled_by_unsloth(model: nn.Module) -> None:
     Raises:
         UserError: the forward of a module is Unsloth's tiled one.
     """
-    if theirs := next((type(one).__name__ for one in model.modules() if is_tiled_by_unsloth(one)), ""):
+    if theirs := next((type(module).__name__ for module in model.modules() if is_tiled_by_unsloth(module)), ""):
         raise UserError(
             f"Unsloth's own tiled MLP already runs {theirs}; load the model with unsloth_tiled_mlp=False and "
             "without UNSLOTH_TILED_MLP, or drop this call"
@@ -327,7 +327,7 @@ def replacing(
         head_wise: names of modules that will run in head-wise attention, where no projection may have its own tiles.
         modules_too: also those of :func:`seqtile.tile_module`.
     """
-    inside = {part for name in head_wise for part in model.get_submodule(name).modules()}
+    inside = {module for name in head_wise for module in model.get_submodule(name).modules()}
 
     def to_replace() -> list[Installed]:
         return [
@@ -353,8 +353,8 @@ def replacing(
             forward.remove()
         for layer, attention in zip(layers, attentions, strict=True):
             layer.attention = attention
-        for module, former, hooks in attributes:
-            module.__dict__.update(former)
+        for module, attributes_before, hooks in attributes:
+            module.__dict__.update(attributes_before)
             forward_pre_hooks_of(module).clear()
             forward_pre_hooks_of(module).update(hooks)
         raise

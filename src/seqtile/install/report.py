@@ -134,8 +134,8 @@ class Report(PrintsAsSentence):
                     "layers of this model share keys and values; under reentrant checkpointing the layers that "
                     "compute them lose part of their gradient, tiled or not"
                 )
-        if model is not None and attention_kind(model) == "sdpa" and (wide := wide_heads(model.config)):
-            notes.append(wide)
+        if model is not None and attention_kind(model) == "sdpa" and (wide_heads_note := wide_heads(model.config)):
+            notes.append(wide_heads_note)
         if early_stop() is False:
             notes.append(
                 "early stop of activation checkpointing is off, so each block runs once more (14 GEMM units for a "
@@ -169,7 +169,7 @@ class Report(PrintsAsSentence):
         return (*notes, *further)
 
     def __str__(self) -> str:
-        return "\n".join(["; ".join(part for part in (self.summary, *self.notes) if part), *self.why])
+        return "\n".join(["; ".join(sentence for sentence in (self.summary, *self.notes) if sentence), *self.why])
 
     @property
     def summary(self) -> str:
@@ -181,10 +181,10 @@ class Report(PrintsAsSentence):
         tiles = " or ".join(dict.fromkeys(block.tile for block in self.blocks))
         paths = " and ".join(dict.fromkeys(block.path for block in self.blocks))
         rows = self.rows and f"{self.rows} tiled separately"
-        here, counts, model = device_type(), list[str](), self._model()
-        if self.norms and norm.BY_DEVICE.get(here, norm.NORM_KERNELS) is not None:
+        device, counts, model = device_type(), list[str](), self._model()
+        if self.norms and norm.BY_DEVICE.get(device, norm.NORM_KERNELS) is not None:
             counts.append(f"{self.norms} other norms")
-        if model is not None and rotary.ROTARY_BY_DEVICE.get(here, rotary.ROTARY_KERNELS) is not None:
+        if model is not None and rotary.ROTARY_BY_DEVICE.get(device, rotary.ROTARY_KERNELS) is not None:
             counts += [f"{count} rotary embeddings"] if (count := rotary_by_kernel(model)) else []
         kernels = f"{' and '.join(counts)} as one kernel each" if counts else ""
         done = [text for text in (kernels, rows, self.heads, self.state, self.loss, self.checkpointing) if text]

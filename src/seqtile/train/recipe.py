@@ -176,11 +176,11 @@ class LoraRecipe(CheckedModel):
             return values
         try:
             saved = json.loads((Path(directory).expanduser() / "adapter_config.json").read_text(encoding="utf-8"))
-            own = {"r": saved["r"], "alpha": saved["lora_alpha"], "dropout": saved["lora_dropout"],
-                   "target_modules": saved["target_modules"]}  # fmt: skip
+            saved_lora = {"r": saved["r"], "alpha": saved["lora_alpha"], "dropout": saved["lora_dropout"],
+                          "target_modules": saved["target_modules"]}  # fmt: skip
         except (OSError, ValueError, KeyError, TypeError):
             raise ValueError(f"lora.start {directory!r} has no LoRA adapters (adapter_config.json)") from None
-        return {**own, **values}
+        return {**saved_lora, **values}
 
 
 def _key_of(name: str) -> tuple[Any, Any]:
@@ -478,8 +478,8 @@ def build_recipe(file_values: Mapping[str, Any], flag_values: Mapping[str, Any])
     notes: list[str] = []
     merged: dict[str, Any] = {}
     trainer = {**_section(file_values, "trainer"), **_section(flag_values, "trainer")}
-    for values, place in ((file_values, "the recipe"), (flag_values, "the flags")):
-        folded = _fold_peer_keys(dict(values), place, notes)
+    for values, source in ((file_values, "the recipe"), (flag_values, "the flags")):
+        folded = _fold_peer_keys(dict(values), source, notes)
         if folded.get("tiled_mlp") is False:  # a flag that turns off the recipe's tiling
             merged = {key: value for key, value in merged.items() if key not in OF_BLOCKS}
         merged.update(folded)
@@ -593,8 +593,8 @@ def _section(values: Mapping[str, Any], name: str) -> dict[str, Any]:
     return dict(section) if isinstance(section, Mapping) else {}
 
 
-def _fold_peer_keys(values: dict[str, Any], place: str, notes: list[str]) -> dict[str, Any]:
-    """Replace other trainers' spellings by ours; ``values`` come from one place (a file or the flags)."""
+def _fold_peer_keys(values: dict[str, Any], source: str, notes: list[str]) -> dict[str, Any]:
+    """Replace other trainers' spellings by ours; ``values`` come from one source (a file or the flags)."""
     switches = {
         f"{key}: {values[key]}": parse_bool(values.pop(key), key)
         for key in ("tiled_mlp", "use_tiled_mlp")
@@ -603,13 +603,13 @@ def _fold_peer_keys(values: dict[str, Any], place: str, notes: list[str]) -> dic
     if values.get("blocks") == "none":
         switches[f"blocks: {values.pop('blocks')}"] = False
     if len(set(switches.values())) > 1:
-        raise UserError(f"{place}: got both {' and '.join(map(repr, switches))}; keep one")
+        raise UserError(f"{source}: got both {' and '.join(map(repr, switches))}; keep one")
     if switches:
         values["tiled_mlp"] = next(iter(switches.values()))
     shards = values.pop("tiled_mlp_num_shards", None)
     if shards is not None:
         if values.get("tile") is not None:
-            raise UserError(f"{place}: got both tile {values['tile']!r} and tiled_mlp_num_shards {shards!r}; keep one")
+            raise UserError(f"{source}: got both tile {values['tile']!r} and tiled_mlp_num_shards {shards!r}; keep one")
         values["tile"] = f"shards:{shards}"
     if values.get("tile") is None:
         values.pop("tile", None)
@@ -641,7 +641,7 @@ def first_problem(error: ValidationError) -> str:
     problem = error.errors(include_url=False)[0]
     if problem["type"] == "value_error":
         return str(problem["ctx"]["error"])
-    key = ".".join(str(part) for part in problem["loc"])
+    key = ".".join(str(field) for field in problem["loc"])
     expected = problem["msg"][0].lower() + problem["msg"][1:]
     return f"recipe key {key!r}: got {shown(problem['input'])}; {expected}"
 
@@ -662,7 +662,7 @@ class _OnceLoader(yaml.SafeLoader):
 def alternatives(annotation: Any) -> set[Any]:
     """The types of which a value may be one."""
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
-        return set().union(*(alternatives(part) for part in typing.get_args(annotation)))
+        return set().union(*(alternatives(member) for member in typing.get_args(annotation)))
     return {annotation}
 
 
