@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelF
 import seqtile
 from seqtile import UserError
 from seqtile._errors import RunError
+from seqtile.cli import main
 from seqtile.fitting import describe, find_adapters
 from seqtile.options import TilingOptions
 from seqtile.planner.memory_plan import Planner
@@ -44,6 +46,33 @@ def test_every_causal_model_ends_in_a_choice_or_one_sentence(architecture: str) 
         assert "\n" not in str(error)
     else:
         assert report.settings is not None and report.why
+
+
+@pytest.mark.filterwarnings("ignore")  # of models' own code
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        name
+        if name in (*FAST, "inkling_text", "longcat_flash", "musicgen")
+        else pytest.param(name, marks=pytest.mark.slow)
+        for name in CAUSAL
+    ],
+)
+def test_every_causal_model_is_planned_or_refused_in_one_sentence(
+    architecture: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        tiny_config(architecture).save_pretrained(tmp_path)
+    except Exception as error:  # noqa: BLE001 - whatever transformers raises: there is no model to plan
+        pytest.skip(f"transformers {transformers.__version__} cannot write it: {type(error).__name__}")
+    code = main(["plan", "--model", str(tmp_path), "--device", "2GiB"])
+    shown = capfd.readouterr()
+    sentences = [line for line in shown.err.splitlines() if line.startswith("seqtile: ")]
+    if code == 0:
+        assert "Longest sequence that fits" in shown.out and not sentences
+    else:
+        assert code == 2 and not shown.out and len(sentences) == 1 and shown.err.endswith(f"{sentences[0]}\n")
+    assert "Traceback" not in shown.err
 
 
 def classifier(kind: str) -> nn.Module:

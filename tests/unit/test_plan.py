@@ -159,6 +159,12 @@ def test_the_longest_length_is_within_the_positions_and_what_is_beyond_is_anothe
     assert f"positions: {beyond:,} tokens, with 'rope_scaling: {{rope_type: yarn, factor: {factor}}}'" in shown
 
 
+def test_a_setting_whose_step_does_not_run_is_left_out(planner: Planner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind the verdict, an error of the model's own code was the command's."""
+    monkeypatch.setattr(Planner, "longest", lambda self: AutoConfig.for_model("no such model"))
+    assert next_step(planner, 128) is None
+
+
 BAD = [
     (["--device", "h1000"], "did you mean"),
     (["--device", "toaster"], "use one of b200, h200, h100, a100-80"),

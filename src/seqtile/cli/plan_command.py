@@ -182,7 +182,7 @@ def command(
     def better() -> NextSetting | None:
         if not (json or max_length is None or not fits or not longest):
             return None
-        with status(json, "planning settings for longer sequences"), in_one_sentence(config):
+        with status(json, "planning settings for longer sequences"):
             return next_step(planner, longest, max_length or 0)
 
     if nothing_fits:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from seqtile._compat import attention_is_exchangeable, buffers_of
 from seqtile._errors import UserError, in_its_words, passed_other_code
+from seqtile._log import log_level
 from seqtile.planner.layer_structure import Counts
 from seqtile.planner.model_shapes import is_masked_lm
 from seqtile.planner.request import Request
@@ -47,7 +49,8 @@ def in_one_sentence(config: Any) -> Iterator[None]:
         UserError: in place of an exception inside the model's code, and of any for an encoder.
     """
     try:
-        yield
+        with log_level("torch._subclasses.fake_tensor", logging.CRITICAL):  # which logs each traceback
+            yield
     except UserError:
         raise
     except Exception as error:

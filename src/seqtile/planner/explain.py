@@ -10,6 +10,7 @@ from seqtile.checkpointing.keep_attention import wide_heads
 from seqtile.install.loss_and_checkpoints import recomputed
 from seqtile.ops.attention.backends import recommended
 from seqtile.options import DEFAULTS, WRITTEN, offload_of
+from seqtile.planner.encoders import in_one_sentence
 from seqtile.planner.estimate import Estimate
 from seqtile.planner.kinds import step_kinds_of
 from seqtile.planner.live_at_peaks import CHECKPOINTS, KEPT, KEPT_TILES
@@ -112,12 +113,13 @@ def next_step(planner: Planner, longest: int, asked: int = 0) -> NextSetting | N
         if technique is MINIMAL_MEMORY and best is not None:
             break  # many small kernels, and fake runs of many operators: for where nothing else is left
         try:
-            candidate = Planner(technique.on(request), like=planner)
-        except UserError:
+            with in_one_sentence(request.config):
+                candidate = Planner(technique.on(request), like=planner)
+                if candidate.at_least(longest + 1) > request.device.memory:
+                    continue
+                length, _ = candidate.longest()
+        except UserError:  # refused, or a step of the model's code that does not run so
             continue
-        if candidate.at_least(longest + 1) > request.device.memory:
-            continue
-        length, _ = candidate.longest()
         if length > longest and (best is None or length > best.length):
             best = NextSetting(technique.flags_for(request), length, technique.why)
             if length >= max(asked, 2 * longest):

@@ -163,6 +163,11 @@ def build_bare(config: Any, setup: Setup, device: str, sample: LayerSample | Non
         if sample is not None and sample.layers != tuple(range(config.get_text_config().num_hidden_layers)):
             sample.place(model, whole)
     except (ValueError, TypeError, ImportError, KeyError) as error:
+        if error.args == (attention,):  # a model with a class for each kind of attention
+            raise UserError(
+                f"model type {config.model_type!r} has no {setup.attention} attention in transformers; try another "
+                "attention, or use seqtile.apply"
+            ) from None
         raise UserError(f"cannot build the model from its configuration: {str(error).splitlines()[0]}") from None
     return model
 

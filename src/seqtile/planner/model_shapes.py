@@ -91,9 +91,11 @@ def read_config(model: str, trust_remote_code: bool = False) -> Any:
             return AutoConfig.for_model(kind, max_position_embeddings=2**24, **sizes)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return AutoConfig.from_pretrained(
+            config = AutoConfig.from_pretrained(
                 str(path) if path.exists() else model, trust_remote_code=trust_remote_code
             )
+            config.get_text_config()  # raises for a composite of several language models, such as MusicGen
+            return config
     except (OSError, ValueError, KeyError, TypeError, AttributeError, StrictDataclassError) as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         reason = lines[-1].strip() if isinstance(error, StrictDataclassError) else lines[0]
