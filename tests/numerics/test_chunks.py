@@ -20,6 +20,9 @@ import seqtile
 from numerics._errors import assert_all_no_worse, assert_no_worse
 from seqtile import UserError
 from seqtile._compat import checkpoints_in_forward, has_kernel
+from seqtile.blocks.instance import TiledForward, installed_forwards
+from seqtile.blocks.layer import TiledLayer
+from seqtile.blocks.norms_and_projections import KernelNorm
 from seqtile.checkpointing.host_offload import HostMemory
 from seqtile.chunks.segment import ChunkForward
 from seqtile.counting import count_live_bytes, count_products
@@ -123,6 +126,8 @@ def _warnings_are_seen(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
         yield
 
 
+BLOCKS: list[dict[str, Any]] = [{"blocks": "none"}, {"tile": 36}, {"blocks": "mlp", "tile": 36}]
+
 SHAPES = [(64, 1), (64, 2), (128, 4), (64, 3), (7, 1), (999, 2)]
 """Chunk and segment; a chunk of 7 cuts a delta rule's blocks, whose rounding then differs."""
 
@@ -135,13 +140,13 @@ def test_chunks_are_the_whole_layers(family: str, padded: str) -> None:
     batch = batch_of(padded=padded)
     truth = in_double(step(build(family, torch.float32 if family in NO_FLOAT64 else torch.float64), batch))
     whole = step(build(family), batch)
-    for chunk, segment in SHAPES:
+    for number, (chunk, segment) in enumerate(SHAPES):
         if eager and padded:
             segment = 1  # layers with a window alone run whole
         if chunk == 7 and family == "qwen3_5_text":
             continue
         model = build(family)
-        report = seqtile.apply(model, chunk=chunk, segment=segment, blocks="none")
+        report = seqtile.apply(model, chunk=chunk, segment=segment, **BLOCKS[number % 3])
         got = step(model, batch)
         if not (eager and padded):  # where a mask that is added hides all tokens from some, they attend to all
             assert chunks_of(model) == [-(-150 // chunk)] * 4, (report.notes, chunk, segment)
@@ -183,14 +188,15 @@ def test_low_precision_under_autocast(family: str) -> None:
 
 
 @pytest.mark.device
+@pytest.mark.parametrize("blocks", ["none", "auto"])
 @pytest.mark.parametrize("family", ["llama", "qwen3_5_text", "gemma3_text"])
-def test_weights_in_bf16(family: str) -> None:
+def test_weights_in_bf16(family: str, blocks: str) -> None:
     batch, sizes = batch_of(tokens=200), dict(hidden_size=128, head_dim=64)
     models = [build(family, torch.bfloat16, **sizes) for _ in range(2)]
     exact = build(family, **sizes)
     exact.load_state_dict(models[0].state_dict())
     whole, truth = step(models[0], batch), step(exact, batch)
-    seqtile.apply(models[1], chunk=64, segment=2, blocks="none")
+    seqtile.apply(models[1], chunk=64, segment=2, blocks=blocks)
     got = step(models[1], batch)
     assert chunks_of(models[1]) == [4] * 4
     # A chunk's output is rounded once more where pieces are joined.
@@ -285,7 +291,8 @@ def test_dropout_is_drawn_once_and_replayed() -> None:
     assert slope == pytest.approx((values[0] - values[1]) / 2e-4, rel=5e-3)
 
 
-def test_products_are_those_of_checkpointed_layers_but_for_keys_and_values() -> None:
+@pytest.mark.parametrize("blocks", BLOCKS)
+def test_products_are_those_of_checkpointed_layers_but_for_keys_and_values(blocks: dict[str, Any]) -> None:
     """11 units of the MLP, 8 frozen. Attention's projections run once more where their results are not kept."""
     batch = batch_of(1)
 
@@ -293,7 +300,7 @@ def test_products_are_those_of_checkpointed_layers_but_for_keys_and_values() -> 
         model = build("llama")
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model.model.layers.requires_grad_(not frozen)
-        seqtile.apply(model, blocks="none", loss="tiled", **settings)
+        seqtile.apply(model, loss="tiled", **blocks, **settings)
         step(model, batch)
         with count_products() as counted:
             step(model, batch)
@@ -306,6 +313,37 @@ def test_products_are_those_of_checkpointed_layers_but_for_keys_and_values() -> 
         whole, in_chunks = products(frozen), products(frozen, chunk=64)
         assert in_chunks - whole <= 4 * again, frozen
         assert products(frozen, chunk=64, segment=4) <= whole + again + 3 * 2 * 150 * hidden * 72, frozen
+
+
+@pytest.mark.parametrize("segment", [1, 2])
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_blocks_run_in_tiles_of_a_chunk(family: str, segment: int) -> None:
+    """Each chunk of 64 tokens is two tiles; experts of a layer that others of the segment follow run whole."""
+    model = build(family)
+    seqtile.apply(model, chunk=64, segment=segment, tile=36)
+    step(model, batch_of(1))
+    kind = TiledLayer if family == "llama" else TiledForward
+    tiles = [f.most_tiles for f in installed_forwards(model) if isinstance(f, kind) and not isinstance(f, KernelNorm)]
+    assert chunks_of(model) == [3] * 4
+    # The first layer is tried alone, as the last one of a segment.
+    assert tiles[1:] == ([2] * 3 if family == "llama" or segment == 1 else [2, 0, 2])
+
+
+@pytest.mark.parametrize("segment", [1, 4])
+def test_a_tiled_block_takes_less_of_a_chunk(segment: int) -> None:
+    """A segment's last layer keeps its MLP's input alone, the others gate and up: half of what they keep untiled."""
+
+    def peak(**blocks: Any) -> int:
+        model = build("llama", intermediate_size=360, max_position_embeddings=2048)
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        seqtile.apply(model, chunk=256, segment=segment, loss="tiled", loss_tile=64, **blocks)
+        step(model, batch_of(1, 200))
+        with count_live_bytes("cpu") as live:
+            model(**batch_of(1, 1024)).loss.backward()
+        return live.peak
+
+    gate = 256 * 360 * 4
+    assert peak(tile=64) <= peak(blocks="none") - (1 if segment == 1 else 5) * gate
 
 
 @pytest.mark.parametrize("segment", [1, 2, 4])

@@ -66,17 +66,18 @@ def test_a_step_in_chunks_holds_what_is_planned(
 
 def test_fake_and_real_steps_in_chunks_hold_the_same_bytes_under_their_names() -> None:
     config, setup = config_of("qwen3_5_text", 4), setup_of(2)
-    fake, real = (step(config, setup, 192) for step in (fake_step, real_step))
+    tokens = 384  # so many that the step takes more than the trial of its first layers
+    fake, real = (step(config, setup, tokens) for step in (fake_step, real_step))
     assert fake.peak == real.peak
     terms = [peak.terms for peak in fake.peaks.values()]
     largest = {
         name: max(term.get(name, 0) for term in terms) for name in (CHECKPOINTS, KEYS, KEY_GRADIENTS, CHUNK_STATES)
     }
-    inputs = 192 * 64 * 4
+    inputs = tokens * 64 * 4
     assert largest[CHECKPOINTS] == 2 * inputs  # of two segments
-    assert largest[KEYS] == largest[KEY_GRADIENTS] == 192 * 2 * 2 * 16 * 4  # of the layer that attends
+    assert largest[KEYS] == largest[KEY_GRADIENTS] == tokens * 2 * 2 * 16 * 4  # of the layer that attends
     state = 4 * 16 * 16 + (2 * 2 * 16 + 4 * 16) * 4  # of the delta rule, and of the convolution
-    assert largest[CHUNK_STATES] >= 2 * 3 * state * 4  # three layers, at the starts of the second and the third chunk
+    assert largest[CHUNK_STATES] >= 5 * 3 * state * 4  # three layers, at the starts of all chunks but the first
 
 
 def test_a_single_chunk_is_planned_as_the_layers_whole() -> None:

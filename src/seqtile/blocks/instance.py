@@ -107,6 +107,25 @@ def inside() -> Iterator[None]:
         _thread.inside = was_inside
 
 
+def in_chunk() -> str:
+    """``"last"`` or ``"before"`` where this thread runs one chunk of a layer, the last or one before others; else "".
+
+    The backward computes a chunk again, but for the output of its last layer. So the blocks of the others keep what
+    they compute on the way, as they would untiled.
+    """
+    return getattr(_thread, "chunk", "")
+
+
+@contextmanager
+def inside_a_chunk(place: str) -> Iterator[None]:
+    """Around one chunk of a layer."""
+    before, _thread.chunk = in_chunk(), place
+    try:
+        yield
+    finally:
+        _thread.chunk = before
+
+
 @dataclass(frozen=True)
 class Operands:
     """The operands of one call.
@@ -332,14 +351,17 @@ class Installed(ForwardStandIn):
         if operands.not_fused and self.falls_back and self.is_news(operands.not_fused):
             logger.warning("%s switched to the generic operator: %s", self.title, operands.not_fused)
         tokens = x.shape[:-1].numel()
+        fused, chunk = operands.fused, in_chunk()
         sizes = self.setting.rule.tile_sizes(tokens, operands.shape)
+        if chunk == "before" and fused is None:
+            sizes = ()  # tiles of the generic operator would compute what a chunk's recompute has computed
         self.most_tiles, self.most_tokens = max(self.most_tiles, len(sizes)), max(self.most_tokens, tokens)
-        self.called, self.acted = True, self.acted or len(sizes) > 1
-        if not sizes and tokens and reduces_as_they_arrive(operands.trained):
-            sizes = (tokens,)  # one tile, not none: another rank's batch may be tiled
+        self.called, self.acted = True, self.acted or len(sizes) > 1 or bool(chunk)
+        one_tile = reduces_as_they_arrive(operands.trained) or (chunk and isinstance(fused, FusedWeights))
+        if not sizes and tokens and one_tile:
+            sizes = (tokens,)  # one tile, not none: another rank's batch may be tiled, and it takes less of a chunk
         if not sizes:
             return untiled()
-        fused = operands.fused
         if fused is None or self.plainly is not None:
             fuses, changed = isinstance(fused, FusedWeights), verdict.settings.changed
             return self._in_tiles(chain.modules, tensors, call, sizes, computed, fuses, unpacked, changed)
@@ -347,9 +369,11 @@ class Installed(ForwardStandIn):
             assert verdict.proof.graph is not None
             return fused_norm(x, fused, verdict.proof.graph.outputs[2][2], sizes)
         dense = operands.dense_bytes
-        kept_share = keep.share(sizes, operands.shape, dense)
-        self.fused, self.kept = True, self.kept or kept_share * len(sizes) >= 1
-        return fused_mlp(x, fused, sizes, keep=kept_share, holds_dense=keep.holds_dense(dense))
+        again = chunk == "before"
+        kept_share = 1.0 if again else keep.share(sizes, operands.shape, dense)
+        self.fused, self.kept = True, self.kept or (kept_share * len(sizes) >= 1 and not again)
+        holds_dense = keep.holds_dense(dense)
+        return fused_mlp(x, fused, sizes, keep=kept_share, holds_dense=holds_dense, under_checkpoint=again)
 
     def verdict(self, chain: Chain, mode: Mode) -> Verdict:
         """The verdict on ``chain`` in this mode; the previous call's, as long as the modules have not changed.

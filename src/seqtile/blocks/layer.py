@@ -280,18 +280,33 @@ class TiledLayer(Installed):
         layer = self.module
         if reason := self._why_apart(layer):
             return self._apart(reason, layer, args, kwargs)
+        run_layer = functools.partial(self._run_layer, args=args, kwargs=kwargs)
+        return self._on_view(layer, args[0] if args else kwargs.get("hidden_states"), run_layer)
+
+    def in_chunk(self, view: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The call of a view of the layer with one chunk of its sequence."""
+
+        def run_layer(view: nn.Module, forward: Callable[..., Any]) -> Any:
+            return forward(*args, **kwargs)
+
+        if self._why_apart(self.module):
+            return run_layer(view, functools.partial(type(view).forward, view))
+        return self._on_view(view, args[0] if args else kwargs.get("hidden_states"), run_layer)
+
+    def _on_view(self, layer: nn.Module, x: Any, run_layer: Callable[[nn.Module, Callable[..., Any]], Any]) -> Any:
+        """``run_layer`` with a view of ``layer`` that has stand-ins for the members, and its forward."""
         finish = functools.partial(self._compute, layer)
         sequence = Members(type(layer).__name__, self._events, self._probabilities, finish)
         stand_ins = sequence.stand_ins
         if self.attention is not None:
             stand_ins |= self.attention.stand_ins(layer)
         elif self.setting.path != "generic":
-            stand_ins |= _rotary_stand_ins(layer, args[0] if args else kwargs.get("hidden_states"))
+            stand_ins |= _rotary_stand_ins(layer, x)
         view = _view_with(layer, stand_ins)
         attributes = dict(view.__dict__)
         try:
             # Bound to the view: checkpointing reads the forward's __self__.
-            result = self._run_layer(view, functools.partial(type(view).forward, view), args, kwargs)
+            result = run_layer(view, functools.partial(type(view).forward, view))
         finally:
             changed = {name: value for name, value in view.__dict__.items() if value is not attributes.get(name, view)}
             layer.__dict__.update(changed)  # what the forward sets on itself belongs to the layer
@@ -405,6 +420,14 @@ class TiledLayer(Installed):
             return chain.run(tiles, call=block)
 
         return self.run(chain, inputs, call, functools.partial(call, inputs))
+
+
+def tiled_layer(layer: nn.Module) -> TiledLayer | None:
+    """What runs the layer's block and its neighbours in tiles, be it in chunks of the sequence or not."""
+    forward = layer.__dict__.get("forward")
+    while isinstance(forward, Installed) and not isinstance(forward, TiledLayer):
+        forward = forward.before.get("forward")
+    return forward if isinstance(forward, TiledLayer) else None
 
 
 class TiledPair(TiledLayer):

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from seqtile._compat import keeps_graph, tree_leaves
-from seqtile.blocks.instance import inside
+from seqtile.blocks.instance import inside_a_chunk
+from seqtile.blocks.layer import tiled_layer
 from seqtile.chunks.layer_cache import view_in_chunks
 from seqtile.chunks.layer_call import ChunkedCall
 from seqtile.engines.flat import ParameterSwap, call_with_weights
@@ -62,28 +63,29 @@ def run_segment(
     """
     swap = ParameterSwap(modules)
     begins, starts = _positions(cuts)
+    tiled = [tiled_layer(module) for module in modules]
     autocast, random = Autocast.of(tensors[0]), _Randoms(modules[0], tensors[0].device)
 
     def layers(tiles: Sequence[Tensor], state: State, index: int) -> tuple[Any, State]:
         states, extra, result = list(state), list(tiles[1:]), None
         left: list[Tensor] = []
         hidden_states = tiles[0]
-        for module, call in zip(modules, calls, strict=True):
+        for module, call, in_tiles in zip(modules, calls, tiled, strict=True):
             own = [extra.pop(0) for _ in range(call.extra)]
             before = tuple([states.pop(0) for _ in range(call.states if state else 0)])
             view = view_in_chunks(module)  # FSDP1 keeps weights as attributes, which a view has as they now are
-            result, after = call.run(view, [hidden_states, *own], before, begins[index], starts[index])
+            with inside_a_chunk("last" if module is modules[-1] else "before"):
+                result, after = call.run(view, [hidden_states, *own], before, begins[index], starts[index], tiles=in_tiles)
             hidden_states = next(leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
             left += after
         return result, tuple(left)
 
     def run(tiles: Sequence[Tensor], aliases: Mapping[str, Tensor], state: State, index: int) -> tuple[Any, State]:
         random.keep(index)
-        with inside():
-            if not aliases:
-                return layers(tiles, state, index)
-            result: tuple[Any, State] = call_with_weights(swap, aliases, (layers, tiles, state, index))
-            return result
+        if not aliases:
+            return layers(tiles, state, index)
+        result: tuple[Any, State] = call_with_weights(swap, aliases, (layers, tiles, state, index))
+        return result
 
     def project_again(whole: Sequence[Tensor]) -> None:
         """Keys and values of the first layer, dropped after the forward, from its input."""
@@ -91,8 +93,9 @@ def run_segment(
             return
         for index, size in enumerate(cuts.sizes):
             chunk = [tensor.narrow(1, starts[index], size) for tensor in whole[: 1 + calls[0].extra]]
-            with torch.no_grad(), autocast.on(), inside(), random.again(index):
-                calls[0].run(view_in_chunks(modules[0]), chunk, (), begins[index], starts[index], keys_only=True)
+            with torch.no_grad(), autocast.on(), random.again(index):
+                view = view_in_chunks(modules[0])
+                calls[0].run(view, chunk, (), begins[index], starts[index], tiles=tiled[0], keys_only=True)
 
     def drop(calls: Sequence[ChunkedCall]) -> None:
         for store in (store for call in calls for store in call.stores):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from seqtile._compat import MODULES, OtherAttention, attention_kind
 from seqtile._shallow import view_of
+from seqtile.blocks.instance import Installed
 from seqtile.ops.attention.piece_kernels import default_scale
 from seqtile.ops.attention.prefix import GivenMask, KeyValues, Visible, prefix_attention
 from seqtile.state.state_cache import CarriedState, Key
@@ -175,7 +176,9 @@ def view_in_chunks(layer: nn.Module) -> Any:
         view.__dict__["config"] = OtherAttention(layer.config, CHUNK_ATTENTION)
     children = dict(view.__dict__[MODULES])
     for name, child in children.items():
-        if child is not None and any(attention_kind(inner) is not None for inner in child.modules()):
+        if child is None or isinstance(child.__dict__.get("forward"), Installed):
+            continue  # a block that runs in tiles
+        if any(attention_kind(inner) is not None for inner in child.modules()):
             children[name] = view_in_chunks(child)
     view.__dict__[MODULES] = children
     return view

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from seqtile._compat import tree_flatten, tree_unflatten
+from seqtile.blocks.layer import TiledLayer
 from seqtile.chunks.layer_cache import Attending, ChunkCache, KeysStored, NotChunkedError, attending
 from seqtile.ops.attention.prefix import KeyValues
 from seqtile.ops.tile_checkpoint import State
@@ -131,8 +132,9 @@ class ChunkedCall:
         return len(self.stores) == 1 and not self._keys
 
     def run(
-        self, view: nn.Module, given: Sequence[Tensor], state: State, begin: int, start: int, *, keys_only: bool = False
-    ) -> tuple[Any, State]:
+        self, view: nn.Module, given: Sequence[Tensor], state: State, begin: int, start: int, *,
+        tiles: TiledLayer | None = None, keys_only: bool = False,
+    ) -> tuple[Any, State]:  # fmt: skip
         """The layer on one chunk.
 
         Args:
@@ -141,6 +143,7 @@ class ChunkedCall:
             state: after the chunk before it.
             begin: first token of the chunk's document.
             start: first token of the chunk.
+            tiles: runs the layer's block and its neighbours in tiles.
             keys_only: store the keys and values of its first attention, and stop.
 
         Returns:
@@ -163,7 +166,7 @@ class ChunkedCall:
         chunk = Attending(self.stores, begin, start, start + tokens, self.tokens, self.masks, wholes, keys_only)
         with attending(chunk):
             try:
-                result = type(view).forward(view, *args, **kwargs)
+                result = tiles.in_chunk(view, args, kwargs) if tiles else type(view).forward(view, *args, **kwargs)
             except KeysStored:
                 return None, ()
         keys = sorted(cache.tensors)

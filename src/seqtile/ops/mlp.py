@@ -33,6 +33,7 @@ from seqtile.ops.mlp_tile import MlpPlan, Pass
 from seqtile.ops.normed_linears import sums_for
 from seqtile.ops.pointwise import Activation
 from seqtile.ops.rng import Autocast, RandomState, RowWise
+from seqtile.ops.tile_linear import OuterSum, sums_around
 from seqtile.ops.token_tiles import refuse_second_derivative, refuse_trace
 
 
@@ -88,6 +89,7 @@ def fused_mlp(
     *,
     keep: float = 0.0,
     holds_dense: bool = True,
+    under_checkpoint: bool = False,
 ) -> Tensor:
     """Compute a gated or plain MLP one tile of tokens at a time, with one gradient per weight.
 
@@ -98,6 +100,8 @@ def fused_mlp(
         mlp: live weights and what to do with them.
         sizes: tokens of each tile, in order; they sum to ``N``.
         keep: fraction of the tiles, rounded down, whose gate and up stay in memory until their backward: 0.0 to 1.0.
+        under_checkpoint: what is kept is saved as autograd's tensors are, which an activation checkpoint around the
+            call drops and computes again. For a block whose output its recompute needs: 12 products, 9 frozen.
         holds_dense: frozen quantised weights are made dense once per pass, all of them; else again for every product of
             every tile (3 forward, 5 in backward, gated), one at a time.
 
@@ -143,7 +147,8 @@ def fused_mlp(
     plan = MlpPlan(
         tuple(kinds[:-1]), kinds[-1], mlp.activation, mlp.gated, mlp.up_first,
         mlp.before.kind() if mlp.before else None, mlp.after.kind() if mlp.after else None, mlp.dropout, sizes,
-        math.floor(keep * len(sizes) + 1e-9), holds_dense, Autocast.of(x), RandomState(x.device) if drops else None,
+        math.floor(keep * len(sizes) + 1e-9), under_checkpoint, holds_dense, Autocast.of(x),
+        RandomState(x.device) if drops else None,
     )  # fmt: skip
     try:
         x.view(-1, x.shape[-1])
@@ -151,8 +156,9 @@ def fused_mlp(
         x = x.contiguous()
     if not torch.is_grad_enabled() or not any(map(_requires_grad, (x, *tensors))):
         return _run_tiles(plan, x.detach(), [t.detach() for t in tensors], {})
-    token = SaveAhead.apply(x, *tensors)  # type: ignore[no-untyped-call]
-    return _Fused.apply(plan, token.grad_fn, token, x, *tensors)  # type: ignore[no-any-return, no-untyped-call]
+    token, around = SaveAhead.apply(x, *tensors), sums_around()  # type: ignore[no-untyped-call]
+    outer = [None] * len(tensors) if around is None else around.of(tensors)
+    return _Fused.apply(plan, outer, token.grad_fn, token, x, *tensors)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _run_tiles(plan: MlpPlan, x: Tensor, tensors: Sequence[Tensor], kept: dict[int, tuple[Tensor, ...]]) -> Tensor:
@@ -188,10 +194,16 @@ class _Fused(torch.autograd.Function):
     """The whole block. Holds its plan and the kept tiles, and asks ``SaveAhead`` for everything else."""
 
     @staticmethod
-    def forward(ctx: Any, plan: MlpPlan, save: Any, token: Tensor, x: Tensor, *tensors: Tensor) -> Tensor:
-        ctx.plan, ctx.save, ctx.kept = plan, save, {}
+    def forward(
+        ctx: Any, plan: MlpPlan, outer: Sequence[OuterSum | None], save: Any, token: Tensor, x: Tensor, *tensors: Tensor
+    ) -> Tensor:
+        ctx.plan, ctx.outer, ctx.save, ctx.kept = plan, outer, save, {}
         ctx.set_materialize_grads(False)
-        return _run_tiles(plan, x, tensors, ctx.kept)
+        output = _run_tiles(plan, x, tensors, ctx.kept)
+        if plan.under_checkpoint:
+            ctx.save_for_backward(*(value for values in ctx.kept.values() for value in values))
+            ctx.kept = {}
+        return output
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None) -> Any:
@@ -199,12 +211,18 @@ class _Fused(torch.autograd.Function):
         if dy is None:
             return (None,) * len(ctx.needs_input_grad)
         plan: MlpPlan = ctx.plan
-        needs_x, *needs = ctx.needs_input_grad[3:]
+        needs_x, *needs = ctx.needs_input_grad[4:]
         # Unpacked once, and before anything else: under a layer checkpoint this is what runs the layer again.
         x, *tensors = ctx.save.saved_tensors
+        kept, each = ctx.kept, len(plan.first)
+        if plan.under_checkpoint:
+            saved = ctx.saved_tensors
+            kept = {index: saved[index * each : (index + 1) * each] for index in range(plan.keep)}
+            del saved
+        outer = [around if need else None for around, need in zip(ctx.outer, needs, strict=True)]
         dy = dy.reshape(-1, dy.shape[-1])  # [..., D] -> [N, D]
         with plan.autocast.off(), plan.random.replayed() if plan.random else nullcontext():
-            work = Pass(plan, x.device, tensors, sums_for(tensors, needs))
+            work = Pass(plan, x.device, tensors, sums_for(tensors, needs, outer))
             rows = x.view(-1, x.shape[-1])  # [N, D]
             dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needs_x else None
             for index, (start, size) in plan.tiles():
@@ -212,10 +230,10 @@ class _Fused(torch.autograd.Function):
                     rows.narrow(0, start, size),
                     dy.narrow(0, start, size),
                     None if dx is None else dx.view(-1, x.shape[-1]).narrow(0, start, size),
-                    ctx.kept.pop(index, None),
+                    kept.pop(index, None),
                 )
-            gradients = work.gradients()
-        return None, None, None, dx, *gradients
+            gradients = work.gradients([sum_of is not None for sum_of in outer])
+        return None, None, None, None, dx, *gradients
 
 
 def plain_mlp(x: Tensor, mlp: FusedWeights) -> Tensor:

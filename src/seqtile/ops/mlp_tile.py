@@ -35,6 +35,7 @@ class MlpPlan:
         dropout: probability of the dropout after ``down``.
         sizes: tokens of each tile.
         keep: number of tiles, from the first, whose gate and up are kept.
+        under_checkpoint: they are kept as autograd's saved tensors, which a checkpoint around the call drops.
         holds_dense: quantised weights are made dense once per pass, not at every product.
         autocast: autocast state of the forward.
         random: generator state at the start of the forward, or None when nothing is random.
@@ -50,6 +51,7 @@ class MlpPlan:
     dropout: float
     sizes: tuple[int, ...]
     keep: int
+    under_checkpoint: bool
     holds_dense: bool
     autocast: Autocast
     random: RandomState | None
@@ -94,11 +96,16 @@ class Pass:
             return self.dtype
         return self.after.forward(rows.new_zeros(1, self.output_width, dtype=self.dtype)).dtype
 
-    def gradients(self) -> list[Tensor | None]:
-        """The summed gradients, in the order of the tensors; the buffers are gone before they are cast."""
+    def gradients(self, around: Sequence[bool]) -> list[Tensor | None]:
+        """The summed gradients, in the order of the tensors; the buffers are gone before they are cast.
+
+        Args:
+            around: which of the sums are those of a tile around the call, which takes them itself.
+        """
         self._buffers.clear()
         self.first.finish()
-        return [None if total is None else total.result() for total in self._sums]
+        pairs = zip(self._sums, around, strict=True)
+        return [None if total is None or of_tile else total.result() for total, of_tile in pairs]
 
     def forward(self, x: Tensor, out: Tensor, *, keep: bool) -> tuple[Tensor, ...]:
         """Write one tile's output, ``[t, D] -> [t, D]``; returns its pre-activations if they are to be kept."""

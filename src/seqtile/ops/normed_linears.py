@@ -7,7 +7,7 @@ trains: the one loop that both operators run.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from itertools import islice, zip_longest
 
 import torch
 from torch import Tensor
@@ -17,11 +17,15 @@ from seqtile.ops.kernels import pieces
 from seqtile.ops.linear import Kind, Layer, Shrink, without_dropped
 from seqtile.ops.norm import BY_DEVICE, NORM_KERNELS
 from seqtile.ops.rng import Autocast, NormKind
+from seqtile.ops.tile_linear import OuterSum
 
 
-def sums_for(tensors: Sequence[Tensor], needs: Sequence[bool]) -> list[Sum | None]:
-    """One sum per tensor that needs a gradient."""
-    return [Sum(tensor) if need else None for tensor, need in zip(tensors, needs, strict=True)]
+def sums_for(
+    tensors: Sequence[Tensor], needs: Sequence[bool], around: Sequence[OuterSum | None] = ()
+) -> list[Sum | None]:
+    """One sum per tensor that needs a gradient: its own, or that of the tile around the call."""
+    every = zip_longest(tensors, needs, around)
+    return [(sum_of or Sum)(tensor) if need else None for tensor, need, sum_of in every]
 
 
 class Norm:

@@ -10,8 +10,10 @@ products of experts) and elementwise weights (norms). Their gradients round once
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -25,6 +27,17 @@ from seqtile.ops.rng import Autocast
 
 SumOf = Callable[[str, Tensor], Sum]
 """The sum of a weight's gradient, by the weight's name; the tensor has its shape, dtype and device."""
+
+OuterSum = Callable[[Tensor], Sum]
+"""The sum of one weight's gradient."""
+
+
+_thread = threading.local()
+
+
+def sums_around() -> SumsOfLinears | None:
+    """What the gradients of this thread's tile are added to; None outside a tile."""
+    return getattr(_thread, "sums", None)
 
 
 class SumsOfLinears(TorchFunctionMode):
@@ -40,8 +53,25 @@ class SumsOfLinears(TorchFunctionMode):
 
     def __init__(self, weights: Mapping[str, Tensor], sum_of: SumOf) -> None:
         super().__init__()
+        self._every = {id(weight): name for name, weight in weights.items()}
         self._names = {id(weight): name for name, weight in weights.items() if weight.dtype in LOW}
         self._sum_of = sum_of
+
+    def __enter__(self) -> Self:
+        self._outside, _thread.sums = sums_around(), self
+        if self._names:
+            super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        _thread.sums = self._outside
+        if self._names:
+            super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def of(self, tensors: Sequence[Tensor]) -> list[OuterSum | None]:
+        """For each tensor what gives its sum in a backward; None for others than this tile's weights."""
+        names = [self._every.get(id(tensor)) for tensor in tensors]
+        return [None if name is None else partial(self._sum_of, name) for name in names]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

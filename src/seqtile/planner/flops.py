@@ -85,7 +85,7 @@ def count_work(request: Request, counts: Counts, tokens: int) -> Work:
     products += scored * rows * 2 * counts.active
     of_a_head = (2.0 if counts.causal else 4.0) * tokens**2 * counts.head_width
     attention = request.batch * of_a_head * counts.heads * counts.attentions
-    layer_bytes = LAYER_BYTES["kernels" if options.tiled and not in_chunks or request.liger else "pytorch"]
+    layer_bytes = LAYER_BYTES["kernels" if options.tiled or request.liger else "pytorch"]
     logit_bytes = LOGIT_BYTES["pytorch" if options.loss is None else "kernels"]
     copied = rows * (counts.layers * counts.hidden * layer_bytes + counts.vocabulary * logit_bytes)
     attention *= 1 + 2.5 + scored + (1 if options.checkpoint == "layer" or in_chunks else 0)

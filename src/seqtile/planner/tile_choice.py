@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from seqtile.blocks.instance import Installed
-from seqtile.blocks.layer import TiledLayer
+from seqtile.blocks.layer import TiledLayer, tiled_layer
 from seqtile.options import changed
 from seqtile.planner.layer_structure import Depths
 from seqtile.planner.phases import causal_model
@@ -38,20 +38,32 @@ def largest_tile(built: Built, setup: Setup, tokens: int, device_type: str) -> i
     dtype = torch.bfloat16 if setup.autocast else setup.dtype
     x = torch.empty(0, dtype=dtype, device="meta")
     sizes: list[int] = []
+    chunks = _chunks(setup, tokens)
+    tokens = chunks[0] * setup.batch if chunks else tokens
     for block in built.blocks:
         parts = [built.model.get_submodule(block.name)]
         standing = parts[0].__dict__.get("forward")
         if block.kind in ("inline", "pair"):  # children of a layer, whose forward runs them
             layer = built.model.get_submodule(block.name.rpartition(".")[0])
-            standing = layer.__dict__.get("forward")
+            standing = tiled_layer(layer)
             members = [getattr(layer, name) for name in standing.names] if isinstance(standing, TiledLayer) else []
             parts = [member for member in members if isinstance(member, nn.Module)]
         if not isinstance(standing, Installed):
             continue
         weights = [weight for block_part in parts for weight in block_part.parameters() if weight.requires_grad]
         shape = replace(standing.setting.shape(x, weights, block.path == "fused"), device_type=device_type)
-        sizes += standing.setting.rule.tile_sizes(tokens, shape)
+        one_tile = (tokens,) if chunks and block.path == "fused" else ()
+        sizes += standing.setting.rule.tile_sizes(tokens, shape) or one_tile
     return max(sizes) if sizes else None
+
+
+def _chunks(setup: Setup, tokens: int) -> tuple[int, ...]:
+    """Tokens of a row in each chunk, largest first; empty where the layers run whole."""
+    if setup.options.chunk is None:
+        return ()
+    sizes = chunk_sizes(tokens // setup.batch, setup.batch, setup.options.chunk).sizes
+    # A layer alone runs whole where it has one chunk.
+    return tuple(sorted(sizes, reverse=True)) if len(sizes) > 1 or setup.options.segment > 1 else ()
 
 
 def kept_share(built: Built, setup: Setup, tokens: int, device_type: str, depths: Depths) -> float:
@@ -97,13 +109,11 @@ def head_tile(built: Built, setup: Setup, tokens: int, device_type: str) -> int:
 def resolve_tiles(setup: Setup, tokens: int, tile: int | None) -> Setup:
     """``setup`` with the sizes that the tiles of ``tokens`` really have, as numbers; untiled where ``tile`` is None."""
     head = max(sizes_within(tokens, setup.loss_tile)) if setup.options.loss else setup.loss_tile
-    chunk, row = setup.options.chunk, tokens // setup.batch
-    if chunk is not None:
-        sizes = chunk_sizes(row, setup.batch, chunk).sizes
-        if len(sizes) > 1:
-            setup = changed(setup, chunk=max(sizes), keep=0.0)
-        elif setup.options.segment == 1:  # a layer alone runs whole where it has one chunk
-            setup = changed(setup, chunk=None)
+    chunks = _chunks(setup, tokens)
+    if len(chunks) > 1:
+        setup = changed(setup, chunk=chunks[0], keep=0.0)
+    elif not chunks:
+        setup = changed(setup, chunk=None)
     if tile is None:
         return changed(setup, blocks="none", tile="auto", loss_tile=head)
     return changed(setup, tile=tile, loss_tile=head)
