@@ -318,15 +318,14 @@ def test_products_are_those_of_checkpointed_layers_but_for_keys_and_values(block
 @pytest.mark.parametrize("segment", [1, 2])
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 def test_blocks_run_in_tiles_of_a_chunk(family: str, segment: int) -> None:
-    """Each chunk of 64 tokens is two tiles; experts of a layer that others of the segment follow run whole."""
+    """Each chunk of 64 tokens is two tiles; experts run whole in a chunk."""
     model = build(family)
     seqtile.apply(model, chunk=64, segment=segment, tile=36)
     step(model, batch_of(1))
     kind = TiledLayer if family == "llama" else TiledForward
     tiles = [f.most_tiles for f in installed_forwards(model) if isinstance(f, kind) and not isinstance(f, KernelNorm)]
     assert chunks_of(model) == [3] * 4
-    # The first layer is tried alone, as the last one of a segment.
-    assert tiles[1:] == ([2] * 3 if family == "llama" or segment == 1 else [2, 0, 2])
+    assert tiles == [2 if family == "llama" else 0] * 4
 
 
 @pytest.mark.parametrize("segment", [1, 4])

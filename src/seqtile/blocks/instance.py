@@ -353,8 +353,8 @@ class Installed(ForwardStandIn):
         tokens = x.shape[:-1].numel()
         fused, chunk = operands.fused, in_chunk()
         sizes = self.setting.rule.tile_sizes(tokens, operands.shape)
-        if chunk == "before" and fused is None:
-            sizes = ()  # tiles of the generic operator would compute what a chunk's recompute has computed
+        if chunk and fused is None:
+            sizes = ()  # the generic operator would compare weights, of which each chunk has aliases of its own
         self.most_tiles, self.most_tokens = max(self.most_tiles, len(sizes)), max(self.most_tokens, tokens)
         self.called, self.acted = True, self.acted or len(sizes) > 1 or bool(chunk)
         one_tile = reduces_as_they_arrive(operands.trained) or (chunk and isinstance(fused, FusedWeights))

@@ -75,7 +75,9 @@ def run_segment(
             before = tuple([states.pop(0) for _ in range(call.states if state else 0)])
             view = view_in_chunks(module)  # FSDP1 keeps weights as attributes, which a view has as they now are
             with inside_a_chunk("last" if module is modules[-1] else "before"):
-                result, after = call.run(view, [hidden_states, *own], before, begins[index], starts[index], tiles=in_tiles)
+                result, after = call.run(
+                    view, [hidden_states, *own], before, begins[index], starts[index], tiles=in_tiles
+                )
             hidden_states = next(leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
             left += after
         return result, tuple(left)

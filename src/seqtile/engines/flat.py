@@ -8,6 +8,7 @@ not named or not replaced would lose its gradient.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,17 +17,23 @@ from torch.func import functional_call
 
 from seqtile._compat import PARAMETERS, base_of, children_of, is_flat_parameter, is_view
 
+_calls = threading.local()
+"""``hidden``: the attributes that calls of this thread put weights into, by their dictionary's identity and name."""
+
 
 def named_weights(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """``module.named_parameters()``, and the views that currently replace a parameter.
+    """``module.named_parameters()``, and what currently replaces a parameter: a view, or a weight of a call.
 
     Cost:
         One look at the attributes of each module below.
     """
     weights: list[tuple[str, Tensor]] = [*module.named_parameters()]
+    in_a_call = getattr(_calls, "hidden", ())
     for prefix, submodule in module.named_modules():
         for name, value in submodule.__dict__.items():
-            if isinstance(value, Tensor) and name not in submodule.__dict__[PARAMETERS] and is_flat_view(value):
+            if not isinstance(value, Tensor) or name in submodule.__dict__[PARAMETERS]:
+                continue
+            if is_flat_view(value) or (id(submodule.__dict__), name) in in_a_call:
                 weights.append((f"{prefix}.{name}".lstrip("."), value))
     return weights
 
@@ -39,6 +46,7 @@ def call_with_weights(module: nn.Module, weights: Mapping[str, Tensor], argument
     https://github.com/pytorch/pytorch/blob/v2.13.0/torch/nn/utils/stateless.py
     """
     hidden: list[tuple[dict[str, Any], str, Tensor]] = []  # attributes that hide or replace a parameter
+    around: frozenset[tuple[int, str]] = getattr(_calls, "hidden", frozenset())
     try:
         for path, weight in weights.items():
             prefix, _, name = path.rpartition(".")
@@ -46,8 +54,10 @@ def call_with_weights(module: nn.Module, weights: Mapping[str, Tensor], argument
             if name in attributes:
                 hidden.append((attributes, name, attributes[name]))
                 attributes[name] = weight
+        _calls.hidden = around | {(id(attributes), name) for attributes, name, _ in hidden}
         return functional_call(module, _in_every_place(module, weights), arguments, tie_weights=False)
     finally:
+        _calls.hidden = around
         for attributes, name, value in hidden:
             attributes[name] = value
 

@@ -32,12 +32,12 @@ OuterSum = Callable[[Tensor], Sum]
 """The sum of one weight's gradient."""
 
 
-_thread = threading.local()
+_tile_sums = threading.local()
 
 
 def sums_around() -> SumsOfLinears | None:
     """What the gradients of this thread's tile are added to; None outside a tile."""
-    return getattr(_thread, "sums", None)
+    return getattr(_tile_sums, "sums", None)
 
 
 class SumsOfLinears(TorchFunctionMode):
@@ -58,13 +58,13 @@ class SumsOfLinears(TorchFunctionMode):
         self._sum_of = sum_of
 
     def __enter__(self) -> Self:
-        self._outside, _thread.sums = sums_around(), self
+        self._outside, _tile_sums.sums = sums_around(), self
         if self._names:
             super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
-        _thread.sums = self._outside
+        _tile_sums.sums = self._outside
         if self._names:
             super().__exit__(*error)  # type: ignore[no-untyped-call]
 
