@@ -316,9 +316,50 @@ def offload() -> Picture:
     return picture
 
 
+def chunks() -> Picture:
+    """What a step keeps of layers and tokens: with checkpoints, and in chunks."""
+    layers, parts, row, width = 8, 6, 22, 120
+    picture = Picture(
+        386, "Layers by tokens: checkpoints keep the input of every layer and run one layer for all tokens; in chunks "
+        "one layer runs on one chunk, and its keys and values are there for the time of its backward; a segment of "
+        "four layers keeps one input, and keys and values of three of its layers",
+    )  # fmt: skip
+    picture.text(14, 24, "What a step holds while a layer runs backward", "bold")
+    columns = (("checkpoints", 0), ("segment=1", 1), ("segment=4", 4))
+    for column, (name, segment) in enumerate(columns):
+        x, top, now = 18 + 140 * column, 62, 6  # the layer, or the first of the segment, that runs
+        together = max(segment, 1)
+        first = now // together * together
+        picture.text(x, 50, name, "small bold")
+        chunk = width / parts if segment else width
+        for layer in range(layers):
+            y = top + row * (layers - 1 - layer)
+            picture.box(x, y, width, row, kind="line dashed")
+            runs = first <= layer < first + together
+            if layer % together == 0 and layer <= now:
+                picture.box(x, y + row - 5, width, 5, kind="blue")
+            keeps = segment and (runs or (segment > 1 and layer % together and layer < first))
+            if keeps:
+                picture.box(x, y + 8, width, 4, kind="gold")
+            if runs:
+                picture.box(x + (3 * chunk if segment else 0), y + 1, chunk, row - 7, kind="soft-red")
+        for part in range(1, parts if segment else 1):
+            picture.line([(x + part * chunk, top), (x + part * chunk, top + row * layers)], "grid", "")
+        picture.text(x + width / 2, top + row * layers + 18, "tokens", "small faint", "middle")
+    picture.lines(14, 284, "rows: layers, the first one at the bottom", "small faint")
+    for number, (kind, words) in enumerate((
+        ("blue", "hidden states that enter a layer, or a segment"),
+        ("gold", "keys and values; where a layer runs, their gradients too"),
+        ("soft-red", "everything else in a layer: queries, norms, MLP"),
+    )):  # fmt: skip
+        picture.box(18, 300 + 26 * number, 16, 14, kind=kind)
+        picture.text(42, 312 + 26 * number, words, "small")
+    return picture
+
+
 PICTURES: dict[str, Callable[[], Picture]] = {
     "memory": memory, "ladder": ladder, "tiles": tiles, "graphs": graphs, "loss": loss, "heads": heads,
-    "offload": offload,
+    "offload": offload, "chunks": chunks,
 }  # fmt: skip
 
 

@@ -16,18 +16,18 @@ SHORT: dict[str, Any] = {"lengths": (13, 3), "more": {"chunk": 5}}
 SEGMENTS: dict[str, Any] = {"lengths": (13, 3), "more": {"chunk": 5, "segment": 2}}
 
 _CASES = [
-    Case("chunks", "", **SHORT, micro_steps=2, steps=2),
-    Case("checkpoint", "", **SHORT, **RECOMPUTED, tiled_loss=True),
-    Case("reentrant", "", **SHORT, checkpoint="reentrant"),
-    Case("lora", "", **SHORT, **RECOMPUTED, adapters=("q_proj", "v_proj", "up_proj")),
-    Case("lora-no-input-gradient", "", **SHORT, adapters=("k_proj", "down_proj"), input_gradients=False),
-    Case("offload", "", lengths=(13, 3), more={"chunk": 5, "offload": True}, **RECOMPUTED, steps=2),
-    Case("lfm2", "", "lfm2", **SHORT, **RECOMPUTED),
-    Case("mixtral", "", "mixtral", **SHORT, steps=2),
-    Case("gpt-oss", "", "gpt_oss", **SHORT, **RECOMPUTED),
-    Case("segments", "", **SEGMENTS, micro_steps=2, steps=2),
-    Case("segments-checkpoint", "", **SEGMENTS, **RECOMPUTED),
-    Case("segments-lfm2", "", "lfm2", **SEGMENTS, **RECOMPUTED, micro_steps=2),
+    Case("chunks", "chunks", **SHORT, micro_steps=2, steps=2),
+    Case("checkpoint", "chunks", **SHORT, **RECOMPUTED, tiled_loss=True),
+    Case("reentrant", "chunks", **SHORT, checkpoint="reentrant"),
+    Case("lora", "chunks", **SHORT, **RECOMPUTED, adapters=("q_proj", "v_proj", "up_proj")),
+    Case("lora-no-input-gradient", "chunks", **SHORT, adapters=("k_proj", "down_proj"), input_gradients=False),
+    Case("offload", "chunks", lengths=(13, 3), more={"chunk": 5, "offload": True}, **RECOMPUTED, steps=2),
+    Case("lfm2", "chunks", "lfm2", **SHORT, **RECOMPUTED),
+    Case("mixtral", "chunks", "mixtral", **SHORT, steps=2),
+    Case("gpt-oss", "chunks", "gpt_oss", **SHORT, **RECOMPUTED),
+    Case("segments", "chunks", **SEGMENTS, micro_steps=2, steps=2),
+    Case("segments-checkpoint", "chunks", **SEGMENTS, **RECOMPUTED),
+    Case("segments-lfm2", "chunks", "lfm2", **SEGMENTS, **RECOMPUTED, micro_steps=2),
 ]  # fmt: skip
 
 

@@ -32,6 +32,9 @@ ENGINES = {
 }
 """The column of each module of cases."""
 
+CHUNKS = ("chunks", "chunks_zero")
+"""Modules whose cases begin with the engine's name."""
+
 ATTENTION_SAVED, OFFLOADED = "attention saved", "checkpoints on the host"
 LEFT_WHOLE = "head-wise attention asked for: left whole"
 
@@ -42,6 +45,7 @@ ROWS: dict[str, tuple[str, ...]] = {
     "tiled loss": ("tiled loss",),
     "logits, token scores (TRL)": ("deferred logits", "token scores (TRL)"),
     "head-wise attention": ("head-wise attention", LEFT_WHOLE),
+    "chunks through decoder layers": ("chunks",),
     "layers with a state": ("layers with a state", "hybrid models"),
     "activation checkpointing": ("activation checkpointing",),
     "reentrant checkpointing": ("reentrant checkpointing",),
@@ -66,9 +70,13 @@ ROWS: dict[str, tuple[str, ...]] = {
 
 
 def all_cases() -> Iterator[tuple[str, Case]]:
-    for engine in ENGINES:
-        for case in importlib.import_module(f"grid.{engine}").CASES:
-            yield engine, case
+    for module in (*ENGINES, *CHUNKS):
+        for case in importlib.import_module(f"grid.{module}").CASES:
+            yield module, case
+
+
+def engine_of(module: str, case: Case) -> str:
+    return case.name.partition("-")[0] if module in CHUNKS else module
 
 
 def techniques_of(case: Case) -> list[str]:
@@ -92,9 +100,9 @@ def table() -> str:
     Cases of what is wrong without seqtile too are left out: they train untiled.
     """
     cells: dict[tuple[str, str], set[str]] = {}
-    for engine, case in all_cases():
+    for module, case in all_cases():
         for technique in () if case.upstream else techniques_of(case):
-            cells.setdefault((technique, engine), set()).add(outcome(case, technique))
+            cells.setdefault((technique, engine_of(module, case)), set()).add(outcome(case, technique))
     lines = [f"| | {' | '.join(ENGINES.values())} |", "|---" * (len(ENGINES) + 1) + "|"]
     for row, techniques in ROWS.items():
         outcomes = [
@@ -124,15 +132,15 @@ def what_ran(seconds: float) -> str:
 def main() -> int:
     seconds, passed = 0.0, True
     for launched in LAUNCHES.values():
-        engines = [engine for engine in launched if engine in ENGINES]
-        names = [f"{engine}:{case.name}" for engine, case in all_cases() if engine in engines]
+        modules = [module for module in launched if module in (*ENGINES, *CHUNKS)]
+        names = [f"{module}:{case.name}" for module, case in all_cases() if module in modules]
         start = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
             results = run_cases(names, Path(folder))
         seconds += time.monotonic() - start
-        for engine in engines:
-            ended = [result for name, result in results.items() if name.startswith(f"{engine}:")]
-            print(f"{engine}: {len(ended)} cases in {sum(result.seconds for result in ended):.0f} s", flush=True)
+        for module in modules:
+            ended = [result for name, result in results.items() if name.startswith(f"{module}:")]
+            print(f"{module}: {len(ended)} cases in {sum(result.seconds for result in ended):.0f} s", flush=True)
         for name, result in results.items():
             if result.problem:
                 passed = False
