@@ -328,6 +328,18 @@ def test_blocks_run_in_tiles_of_a_chunk(family: str, segment: int) -> None:
     assert tiles == [2 if family == "llama" else 0] * 4
 
 
+def test_a_tile_that_chunks_leave_whole_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    model = build("llama")
+    seqtile.apply(model, chunk=64, tile=36, path="generic")
+    step(model, batch_of(1))
+    assert "tile=36 had no effect" in caplog.text
+    caplog.clear()
+    model = build("qwen3_moe")
+    seqtile.apply(model, chunk=64)
+    step(model, batch_of(1))
+    assert "had no effect" not in caplog.text
+
+
 @pytest.mark.parametrize("segment", [1, 4])
 def test_a_tiled_block_takes_less_of_a_chunk(segment: int) -> None:
     """A segment's last layer keeps its MLP's input alone, the others gate and up: half of what they keep untiled."""

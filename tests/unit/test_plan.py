@@ -159,9 +159,21 @@ def test_the_longest_length_is_within_the_positions_and_what_is_beyond_is_anothe
     assert f"positions: {beyond:,} tokens, with 'rope_scaling: {{rope_type: yarn, factor: {factor}}}'" in shown
 
 
+def test_a_length_beyond_the_positions_that_does_not_fit_has_a_next_setting(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    AutoConfig.for_model("llama", **{**SIZES, "max_position_embeddings": 4096}).save_pretrained(tmp_path)
+    command = ["plan", "--model", str(tmp_path), "--device", "1.5GiB", "--checkpoint", "layer"]
+    main([*command, "--json"])
+    beyond = json.loads(capsys.readouterr().out)["max_length_beyond_positions"]
+    assert main([*command, "--max-length", str(2 * beyond), "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert not found["fits"] and found["next"]["max_length"] > beyond, found["next"]
+
+
 def test_a_setting_whose_step_does_not_run_is_left_out(planner: Planner, monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind the verdict, an error of the model's own code was the command's."""
-    monkeypatch.setattr(Planner, "longest", lambda self: AutoConfig.for_model("no such model"))
+    monkeypatch.setattr(Planner, "longest", lambda self, furthest: AutoConfig.for_model("no such model"))
     assert next_step(planner, 128) is None
 
 

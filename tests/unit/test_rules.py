@@ -35,6 +35,7 @@ RING, ULYSSES = {"engine": "fsdp2", "cp_size": 2}, {"engine": "zero3", "sp_size"
 
 REFUSED: list[tuple[Combination, str]] = [
     (combination({"blocks": "none", "keep": 0.5, "checkpoint": "layer"}), "keep would be ignored"),
+    (combination({"chunk": 64, "keep": 0.5}), "keep would save gate and up of every chunk"),
     (combination({"loss_tile": 512}), "loss_tile needs loss 'tiled'"),
     (combination({"checkpoint": "auto"}), "is for plans"),
     (combination({"offload": True}, recomputes=False), "need activation checkpointing, which is off"),

@@ -94,13 +94,13 @@ _thread = threading.local()
 
 def inside_a_tile() -> bool:
     """Whether this thread runs one tile of a layer's sequence: modules inside that layer then run untiled."""
-    return getattr(_thread, "inside", False)
+    return bool(getattr(_thread, "inside", ""))
 
 
 @contextmanager
-def inside() -> Iterator[None]:
-    """Around one tile of a layer."""
-    was_inside, _thread.inside = inside_a_tile(), True
+def inside(what: str = "tile") -> Iterator[None]:
+    """Around one ``"tile"`` of a layer, or around a ``"trial"`` of it, which counts as no effect of an option."""
+    was_inside, _thread.inside = getattr(_thread, "inside", ""), what
     try:
         yield
     finally:
@@ -330,7 +330,7 @@ class Installed(ForwardStandIn):
             unpacked: computes frozen weights from packed ones, in place of the modules' own of these names.
         """
         if inside_a_tile():
-            self.acted = True
+            self.acted = self.acted or _thread.inside == "tile"
             return untiled()
         if torch.compiler.is_compiling():
             return self._run_compiled(chain, tensors, call, untiled, lanes, computed)
@@ -355,8 +355,10 @@ class Installed(ForwardStandIn):
         sizes = self.setting.rule.tile_sizes(tokens, operands.shape)
         if chunk and fused is None:
             sizes = ()  # the generic operator would compare weights, of which each chunk has aliases of its own
+            if self.setting.rule.kind != "auto":
+                self.idle_reason = "in chunks, blocks without the fused operator run whole"
         self.most_tiles, self.most_tokens = max(self.most_tiles, len(sizes)), max(self.most_tokens, tokens)
-        self.called, self.acted = True, self.acted or len(sizes) > 1 or bool(chunk)
+        self.called, self.acted = True, self.acted or len(sizes) > 1 or bool(chunk and fused)
         one_tile = reduces_as_they_arrive(operands.trained) or (chunk and isinstance(fused, FusedWeights))
         if not sizes and tokens and one_tile:
             sizes = (tokens,)  # one tile, not none: another rank's batch may be tiled, and it takes less of a chunk

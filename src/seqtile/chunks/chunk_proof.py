@@ -144,7 +144,7 @@ def _compare(layer: nn.Module, call: ChunkedCall, args: Sequence[Any], kwargs: M
 
     def whole() -> Any:
         nonlocal returned
-        with inside():
+        with inside("trial"):
             result = call_with_weights(
                 ParameterSwap((layer,)), weights, (lambda: forward_of(layer)(*positional, **named),)
             )

@@ -132,7 +132,7 @@ def apply(
             after another, which hand keys, values and states on, so that everything inside a layer is bounded by the
             chunk. Works with any attention of Transformers that is causal. ``"auto"``: 8,192 over all rows of the
             batch; from 65 on rounded up to a multiple of 64; None: layers run whole. A layer whose trial differs runs
-            whole, and a warning names it. Blocks inside a chunk are not tiled again.
+            whole, and a warning names it. MLPs of a known formula run in tiles of the chunk.
         segment: decoder layers that run on a chunk together. The input of a segment is kept instead of each layer's,
             and keys, values and states of its layers; one chunk's activations in all of them are alive in its
             backward. Needs ``chunk``; acts as 1 under engines that free a layer's weights (FSDP, ZeRO-3).

@@ -5,10 +5,10 @@ Its plain twin is :func:`seqtile.ops.tile_checkpoint.run_in_tiles`. Two nodes:
 * ``SaveAhead`` saves the input and the weights *ahead*, so that an activation checkpoint around the layer stops its
   recompute there; PyTorch packs what a custom function saves only after its forward has run, so a node that saved its
   own input would run twice.
-* ``_Fused`` has the weights as inputs, computes tile by tile, and returns each gradient once. It saves nothing. Its
-  backward computes gate and up again, never the down projection, and then the gradient products, in four
-  ``[tile, F]`` buffers that every tile shares. It may keep gate and up of some tiles on itself (``keep``), where no
-  checkpoint drops them.
+* ``_Fused`` has the weights as inputs, computes tile by tile, and returns each gradient once, or adds it to the sum of
+  a tile around the call. Its backward computes gate and up again, never the down projection, and then the gradient
+  products, in four ``[tile, F]`` buffers that every tile shares. It may keep gate and up of some tiles (``keep``): on
+  itself, where no checkpoint drops them, or as saved tensors (``under_checkpoint``).
 
 Source: the tiled MLP of Arctic Long Sequence Training, arXiv 2506.13996; recompute of gate and up alone as in selective
 activation recomputation, arXiv 2205.05198.
@@ -155,13 +155,15 @@ def fused_mlp(
     except RuntimeError:  # its rows cannot be walked with one stride
         x = x.contiguous()
     if not torch.is_grad_enabled() or not any(map(_requires_grad, (x, *tensors))):
-        return _run_tiles(plan, x.detach(), [t.detach() for t in tensors], {})
+        return _run_tiles(plan, x.detach(), [t.detach() for t in tensors], None)
     token, around = SaveAhead.apply(x, *tensors), sums_around()  # type: ignore[no-untyped-call]
     outer = [None] * len(tensors) if around is None else around.of(tensors)
     return _Fused.apply(plan, outer, token.grad_fn, token, x, *tensors)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def _run_tiles(plan: MlpPlan, x: Tensor, tensors: Sequence[Tensor], kept: dict[int, tuple[Tensor, ...]]) -> Tensor:
+def _run_tiles(
+    plan: MlpPlan, x: Tensor, tensors: Sequence[Tensor], kept: dict[int, tuple[Tensor, ...]] | None
+) -> Tensor:
     tiles = plan.tiles()
     with plan.autocast.off():
         work = Pass(plan, x.device, tensors, [None] * len(tensors))
@@ -169,8 +171,9 @@ def _run_tiles(plan: MlpPlan, x: Tensor, tensors: Sequence[Tensor], kept: dict[i
         output = torch.empty(*x.shape[:-1], work.output_width, dtype=work.output_dtype(rows), device=x.device)
         flat = output.view(-1, output.shape[-1])  # [..., D] -> [N, D]
         for index, (start, size) in tiles:
-            values = work.forward(rows.narrow(0, start, size), flat.narrow(0, start, size), keep=index < plan.keep)
-            if values:
+            keep = kept is not None and index < plan.keep
+            values = work.forward(rows.narrow(0, start, size), flat.narrow(0, start, size), keep=keep)
+            if kept is not None and values:
                 kept[index] = values
         return output
 
@@ -191,7 +194,7 @@ class SaveAhead(torch.autograd.Function):
 
 
 class _Fused(torch.autograd.Function):
-    """The whole block. Holds its plan and the kept tiles, and asks ``SaveAhead`` for everything else."""
+    """The whole block. Holds its plan, may hold tiles, and asks ``SaveAhead`` for everything else."""
 
     @staticmethod
     def forward(

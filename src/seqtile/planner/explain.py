@@ -107,7 +107,11 @@ def next_step(planner: Planner, longest: int, asked: int = 0) -> NextSetting | N
     """
     best: NextSetting | None = None
     request = planner.request
-    if longest >= (request.positions or LONGEST):
+    furthest = request.positions or LONGEST
+    if asked > furthest:  # with rotary scaling
+        furthest = asked
+        longest = max(longest, planner.longest_beyond())
+    if longest >= furthest:
         return None
     for technique in proposals(planner):
         if technique is MINIMAL_MEMORY and best is not None:
@@ -117,7 +121,7 @@ def next_step(planner: Planner, longest: int, asked: int = 0) -> NextSetting | N
                 candidate = Planner(technique.on(request), like=planner)
                 if candidate.at_least(longest + 1) > request.device.memory:
                     continue
-                length, _ = candidate.longest()
+                length, _ = candidate.longest(furthest=furthest)
         except UserError:  # refused, or a step of the model's code that does not run so
             continue
         if length > longest and (best is None or length > best.length):

@@ -381,15 +381,15 @@ class Planner:
         length, _ = self._reach(self.fits, start, LONGEST)
         return length if length > positions else 0
 
-    def longest(self, start: int | None = None) -> tuple[int, str]:
-        """The longest sequence within the model's positions that fits (0 if none does), and what limits it.
+    def longest(self, start: int | None = None, furthest: int | None = None) -> tuple[int, str]:
+        """The longest sequence that fits (0 if none does), and what limits it.
 
-        The search begins at ``start``.
+        The search begins at ``start`` and ends at ``furthest``, by default the model's positions.
         """
         if start is None and self.at_least(1) > self.request.device.memory:
             self._longest = SHORT * self.request.split  # longer fake runs give no more information
             return 0, self._limit(self.estimate(self._longest))
-        length, lines = self._reach(self.fits, start)
+        length, lines = self._reach(self.fits, start, furthest)
         self._longest = length
         if length < self.least:
             return 0, self._limit(self.estimate(max(self.least, self.request.split), lines))

@@ -181,7 +181,7 @@ class _Trial:
 
     def _with_weights(self, run: Callable[[], Any]) -> Any:
         named = {f"0.{name}": weight for name, weight in self.weights.items()}
-        with inside():
+        with inside("trial"):
             return call_with_weights(ParameterSwap((self.module,)), named, (run,))
 
     def call(self, x: Tensor, padded: bool = False) -> TileCall:
