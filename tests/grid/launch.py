@@ -17,9 +17,11 @@ import extension_builds
 
 LAUNCHES = {
     "torch": ("ddp", "fsdp1", "fsdp2", "vocabulary", "verify", "callback", "context", "chunks"),
-    "deepspeed": ("zero12", "zero3", "vocabulary_zero3", "verify_zero", "ulysses", "chunks_zero"),
+    "deepspeed": ("zero12", "zero3", "vocabulary_zero3", "verify_zero", "chunks_zero", "ulysses"),
 }
-"""Modules whose cases share a process group, by the package they need: a launch costs more than its cases."""
+"""Modules whose cases share a process group, by the package they need: a launch costs more than its cases.
+
+Ulysses is last, as DeepSpeed keeps its group of sequences for the process."""
 
 TESTS = Path(__file__).parents[1]
 ROOT = TESTS.parent
