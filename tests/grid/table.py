@@ -133,7 +133,8 @@ def main() -> int:
     seconds, passed = 0.0, True
     for launched in LAUNCHES.values():
         modules = [module for module in launched if module in (*ENGINES, *CHUNKS)]
-        names = [f"{module}:{case.name}" for module, case in all_cases() if module in modules]
+        cases = list(all_cases())  # in the order of the launch
+        names = [f"{module}:{case.name}" for module in modules for of, case in cases if of == module]
         start = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
             results = run_cases(names, Path(folder))
