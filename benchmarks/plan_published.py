@@ -147,7 +147,8 @@ def judge(run: Run) -> dict[str, Any]:
     """The expected number, the sure one, and how far each is off."""
     found = ask(run)
     if run.unit == "tokens":
-        expected, sure = found["max_length_beyond_positions"] or found["max_length"], found["sure_length"]
+        expected = found["max_length_beyond_positions"] or found["max_length"]
+        sure = found["sure_length_beyond_positions"] or found["sure_length"]
     else:
         peak = found["peak_device_gib"]
         expected, sure = peak["expected"], peak["high"]

@@ -203,7 +203,7 @@ RULES: tuple[Rule, ...] = (
      "{c.unverified}: not verified with {c.framework}'s trainer, which has its own loss and checkpoints; drop it"),
     (lambda c: c.options.segment > 1 and c.options.chunk is None,
      "segment needs chunk; set chunk 'auto', or drop segment"),
-    (lambda c: c.options.chunk and c.options.keep not in (0, 0.0),
+    (lambda c: c.options.chunk and c.options.keep,
      "keep would save gate and up of every chunk, which chunks are to bound; drop keep or chunk"),
     (lambda c: c.options.chunk and c.bounded_twice,
      "chunk and {c.bounded_twice} both bound what a layer takes; drop one"),

@@ -211,3 +211,15 @@ def test_the_eager_backward_is_the_kernels(act: pointwise.Activation, gated: boo
 def test_which_device_gets_which_kernels() -> None:
     assert pointwise.pointwise_on(torch.device("cpu")) is pointwise.EAGER
     assert pointwise.pointwise_on(torch.device("cuda")) is pointwise.COMPILED
+
+
+def test_chunks_compile_each_kernel_once(kernels: pointwise.Compiled, caplog: pytest.LogCaptureFixture) -> None:
+    """No chunk compiles anew, though each runs under a mode of PyTorch functions and on weights of its own."""
+    model = zoo.causal_lm("llama", dtype=torch.bfloat16)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    seqtile.apply(model, chunk=64, segment=2, tile=16)
+    ids = torch.randint(0, zoo.VOCABULARY, (1, 200), generator=torch.Generator().manual_seed(3))
+    for _ in range(2):
+        model(input_ids=ids, labels=ids).loss.backward()
+        assert graphs() == 3, "a backward, and a forward that keeps gate and up, or not"
+    assert not kernels.failed and not messages(caplog)

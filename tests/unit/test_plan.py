@@ -153,7 +153,8 @@ def test_the_longest_length_is_within_the_positions_and_what_is_beyond_is_anothe
     assert "fits: 4,096 tokens" in shown and "Limited by positions" in shown and "Next:" not in shown
     assert main([*command, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    beyond = found["max_length_beyond_positions"]
+    beyond, sure = found["max_length_beyond_positions"], found["sure_length_beyond_positions"]
+    assert found["sure_length"] <= sure <= beyond
     assert (found["max_length"], found["next"]) == (4096, None) and beyond > 4096
     factor = -(-beyond // 4096)
     assert f"positions: {beyond:,} tokens, with 'rope_scaling: {{rope_type: yarn, factor: {factor}}}'" in shown

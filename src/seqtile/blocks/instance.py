@@ -89,41 +89,47 @@ class Setting:
         )
 
 
-_thread = threading.local()
+class _Thread(threading.local):
+    """Where a thread is.
+
+    Attributes:
+        inside: ``"tile"`` or ``"trial"`` of a layer, or "".
+        chunk: ``"last"`` in one of a segment's last layer, ``"followed"`` in one of another layer, or "".
+    """
+
+    inside = chunk = ""
+
+
+_thread = _Thread()
 
 
 def inside_a_tile() -> bool:
     """Whether this thread runs one tile of a layer's sequence: modules inside that layer then run untiled."""
-    return bool(getattr(_thread, "inside", ""))
+    return bool(_thread.inside)
 
 
 @contextmanager
 def inside(what: str = "tile") -> Iterator[None]:
     """Around one ``"tile"`` of a layer, or around a ``"trial"`` of it, which counts as no effect of an option."""
-    was_inside, _thread.inside = getattr(_thread, "inside", ""), what
+    was_inside, _thread.inside = _thread.inside, what
     try:
         yield
     finally:
         _thread.inside = was_inside
 
 
-def in_chunk() -> str:
-    """``"last"`` or ``"before"`` where this thread runs one chunk of a layer, the last or one before others; else "".
-
-    The backward computes a chunk again, but for the output of its last layer. So the blocks of the others keep what
-    they compute on the way, as they would untiled.
-    """
-    return getattr(_thread, "chunk", "")
-
-
 @contextmanager
-def inside_a_chunk(place: str) -> Iterator[None]:
-    """Around one chunk of a layer."""
-    before, _thread.chunk = in_chunk(), place
+def inside_a_chunk(*, last: bool) -> Iterator[None]:
+    """Around one chunk of a layer.
+
+    The backward computes a chunk again, but for the output of a segment's ``last`` layer. So the blocks of the others
+    keep what they compute on the way, as they would untiled.
+    """
+    outside, _thread.chunk = _thread.chunk, "last" if last else "followed"
     try:
         yield
     finally:
-        _thread.chunk = before
+        _thread.chunk = outside
 
 
 @dataclass(frozen=True)
@@ -351,7 +357,7 @@ class Installed(ForwardStandIn):
         if operands.not_fused and self.falls_back and self.is_news(operands.not_fused):
             logger.warning("%s switched to the generic operator: %s", self.title, operands.not_fused)
         tokens = x.shape[:-1].numel()
-        fused, chunk = operands.fused, in_chunk()
+        fused, chunk = operands.fused, _thread.chunk
         sizes = self.setting.rule.tile_sizes(tokens, operands.shape)
         if chunk and fused is None:
             sizes = ()  # the generic operator would compare weights, of which each chunk has aliases of its own
@@ -359,11 +365,12 @@ class Installed(ForwardStandIn):
                 self.idle_reason = "in chunks, blocks without the fused operator run whole"
         self.most_tiles, self.most_tokens = max(self.most_tiles, len(sizes)), max(self.most_tokens, tokens)
         self.called, self.acted = True, self.acted or len(sizes) > 1 or bool(chunk and fused)
-        one_tile = reduces_as_they_arrive(operands.trained) or (chunk and isinstance(fused, FusedWeights))
-        if not sizes and tokens and one_tile:
-            sizes = (tokens,)  # one tile, not none: another rank's batch may be tiled, and it takes less of a chunk
         if not sizes:
-            return untiled()
+            # One tile, not none, where another rank's batch may be tiled; and in a chunk, where it takes less.
+            in_one = (chunk and isinstance(fused, FusedWeights)) or reduces_as_they_arrive(operands.trained)
+            if not (tokens and in_one):
+                return untiled()
+            sizes = (tokens,)
         if fused is None or self.plainly is not None:
             fuses, changed = isinstance(fused, FusedWeights), verdict.settings.changed
             return self._in_tiles(chain.modules, tensors, call, sizes, computed, fuses, unpacked, changed)
@@ -371,11 +378,13 @@ class Installed(ForwardStandIn):
             assert verdict.proof.graph is not None
             return fused_norm(x, fused, verdict.proof.graph.outputs[2][2], sizes)
         dense = operands.dense_bytes
-        again = chunk == "before"
-        kept_share = 1.0 if again else keep.share(sizes, operands.shape, dense)
-        self.fused, self.kept = True, self.kept or (kept_share * len(sizes) >= 1 and not again)
         holds_dense = keep.holds_dense(dense)
-        return fused_mlp(x, fused, sizes, keep=kept_share, holds_dense=holds_dense, under_checkpoint=again)
+        if chunk == "followed":
+            self.fused = True
+            return fused_mlp(x, fused, sizes, keep=1.0, holds_dense=holds_dense, under_checkpoint=True)
+        kept_share = keep.share(sizes, operands.shape, dense)
+        self.fused, self.kept = True, self.kept or kept_share * len(sizes) >= 1
+        return fused_mlp(x, fused, sizes, keep=kept_share, holds_dense=holds_dense)
 
     def verdict(self, chain: Chain, mode: Mode) -> Verdict:
         """The verdict on ``chain`` in this mode; the previous call's, as long as the modules have not changed.

@@ -271,42 +271,35 @@ class TiledLayer(Installed):
         if torch.compiler.is_compiling() and not self.inline:
             self.note_compiled()
             return self.original(*args, **kwargs)  # the block's own tiles, in the compiler's graph
-        return self._together(*args, **kwargs)
+        return self.together(args, kwargs)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _together(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the layer's own forward on a view that has stand-ins for the members."""
+    def together(self, args: Sequence[Any], kwargs: Mapping[str, Any], chunk: nn.Module | None = None) -> Any:
+        """Run the layer's own forward on a view that has stand-ins for the members.
+
+        Args:
+            args: of the call.
+            kwargs: of the call.
+            chunk: the layer as one chunk of its sequence sees it, from :mod:`seqtile.chunks`.
+        """
         self.refuse_copies()
-        layer = self.module
-        if reason := self._why_apart(layer):
+        module = self.module
+        layer = module if chunk is None else chunk
+        if reason := self._why_apart(module):
             return self._apart(reason, layer, args, kwargs)
-        run_layer = functools.partial(self._run_layer, args=args, kwargs=kwargs)
-        return self._on_view(layer, args[0] if args else kwargs.get("hidden_states"), run_layer)
-
-    def in_chunk(self, view: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """The call of a view of the layer with one chunk of its sequence."""
-
-        def run_layer(view: nn.Module, forward: Callable[..., Any]) -> Any:
-            return forward(*args, **kwargs)
-
-        if self._why_apart(self.module):
-            return run_layer(view, functools.partial(type(view).forward, view))
-        return self._on_view(view, args[0] if args else kwargs.get("hidden_states"), run_layer)
-
-    def _on_view(self, layer: nn.Module, x: Any, run_layer: Callable[[nn.Module, Callable[..., Any]], Any]) -> Any:
-        """``run_layer`` with a view of ``layer`` that has stand-ins for the members, and its forward."""
         finish = functools.partial(self._compute, layer)
         sequence = Members(type(layer).__name__, self._events, self._probabilities, finish)
         stand_ins = sequence.stand_ins
         if self.attention is not None:
             stand_ins |= self.attention.stand_ins(layer)
         elif self.setting.path != "generic":
-            stand_ins |= _rotary_stand_ins(layer, x)
+            stand_ins |= _rotary_stand_ins(layer, args[0] if args else kwargs.get("hidden_states"))
         view = _view_with(layer, stand_ins)
         attributes = dict(view.__dict__)
         try:
             # Bound to the view: checkpointing reads the forward's __self__.
-            result = run_layer(view, functools.partial(type(view).forward, view))
+            forward = functools.partial(type(view).forward, view)
+            result = self._run_layer(view, forward, args, kwargs) if chunk is None else forward(*args, **kwargs)
         finally:
             changed = {name: value for name, value in view.__dict__.items() if value is not attributes.get(name, view)}
             layer.__dict__.update(changed)  # what the forward sets on itself belongs to the layer
@@ -339,6 +332,8 @@ class TiledLayer(Installed):
         news = f"runs {alone}: {reason}"
         if self.is_news(news):
             logger.warning("%s %s", type(layer).__name__, news)
+        if layer is not self.module:
+            return type(layer).forward(layer, *args, **kwargs)
         view = self.attention.view(layer) if self.attention else None
         if view is None:
             return self._run_layer(layer, self.original, args, kwargs)

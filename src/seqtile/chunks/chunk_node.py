@@ -74,7 +74,7 @@ def run_segment(
             own = [extra.pop(0) for _ in range(call.extra)]
             before = tuple([states.pop(0) for _ in range(call.states if state else 0)])
             view = view_in_chunks(module)  # FSDP1 keeps weights as attributes, which a view has as they now are
-            with inside_a_chunk("last" if module is modules[-1] else "before"):
+            with inside_a_chunk(last=module is modules[-1]):
                 result, after = call.run(
                     view, [hidden_states, *own], before, begins[index], starts[index], tiles=in_tiles
                 )

@@ -166,7 +166,7 @@ class ChunkedCall:
         chunk = Attending(self.stores, begin, start, start + tokens, self.tokens, self.masks, wholes, keys_only)
         with attending(chunk):
             try:
-                result = tiles.in_chunk(view, args, kwargs) if tiles else type(view).forward(view, *args, **kwargs)
+                result = tiles.together(args, kwargs, view) if tiles else type(view).forward(view, *args, **kwargs)
             except KeysStored:
                 return None, ()
         keys = sorted(cache.tensors)

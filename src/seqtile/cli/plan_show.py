@@ -203,6 +203,7 @@ def print_object(
         "sure_length": planner.sure(),
         "limited_by": limit,
         "max_length_beyond_positions": beyond or None,
+        "sure_length_beyond_positions": planner.sure(beyond) if beyond else None,
         "max_length_by_split": by_split,
         "next": None if better is None else {"flags": better.flags, "max_length": better.length, "why": better.why},
         "checkpoint": to_flag("checkpoint", request.options.checkpoint),

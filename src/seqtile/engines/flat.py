@@ -54,7 +54,8 @@ def call_with_weights(module: nn.Module, weights: Mapping[str, Tensor], argument
             if name in attributes:
                 hidden.append((attributes, name, attributes[name]))
                 attributes[name] = weight
-        _calls.hidden = around | {(id(attributes), name) for attributes, name, _ in hidden}
+        if hidden:
+            _calls.hidden = around | {(id(attributes), name) for attributes, name, _ in hidden}
         return functional_call(module, _in_every_place(module, weights), arguments, tie_weights=False)
     finally:
         _calls.hidden = around

@@ -33,7 +33,7 @@ from seqtile.ops.mlp_tile import MlpPlan, Pass
 from seqtile.ops.normed_linears import sums_for
 from seqtile.ops.pointwise import Activation
 from seqtile.ops.rng import Autocast, RandomState, RowWise
-from seqtile.ops.tile_linear import OuterSum, sums_around
+from seqtile.ops.tile_linear import AROUND, SumOfOne
 from seqtile.ops.token_tiles import refuse_second_derivative, refuse_trace
 
 
@@ -100,10 +100,10 @@ def fused_mlp(
         mlp: live weights and what to do with them.
         sizes: tokens of each tile, in order; they sum to ``N``.
         keep: fraction of the tiles, rounded down, whose gate and up stay in memory until their backward: 0.0 to 1.0.
-        under_checkpoint: what is kept is saved as autograd's tensors are, which an activation checkpoint around the
-            call drops and computes again. For a block whose output its recompute needs: 12 products, 9 frozen.
         holds_dense: frozen quantised weights are made dense once per pass, all of them; else again for every product of
             every tile (3 forward, 5 in backward, gated), one at a time.
+        under_checkpoint: what is kept is saved as autograd's tensors are, which an activation checkpoint around the
+            call drops and computes again. For a block whose output its recompute needs: 12 products, 9 frozen.
 
     Returns:
         ``[..., D]`` in the dtype of ``x``, or autocast's.
@@ -156,9 +156,9 @@ def fused_mlp(
         x = x.contiguous()
     if not torch.is_grad_enabled() or not any(map(_requires_grad, (x, *tensors))):
         return _run_tiles(plan, x.detach(), [t.detach() for t in tensors], None)
-    token, around = SaveAhead.apply(x, *tensors), sums_around()  # type: ignore[no-untyped-call]
-    outer = [None] * len(tensors) if around is None else around.of(tensors)
-    return _Fused.apply(plan, outer, token.grad_fn, token, x, *tensors)  # type: ignore[no-any-return, no-untyped-call]
+    token = SaveAhead.apply(x, *tensors)  # type: ignore[no-untyped-call]
+    around = None if AROUND.sums is None else AROUND.sums.of(tensors)
+    return _Fused.apply(plan, around, token.grad_fn, token, x, *tensors)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _run_tiles(
@@ -198,9 +198,10 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, plan: MlpPlan, outer: Sequence[OuterSum | None], save: Any, token: Tensor, x: Tensor, *tensors: Tensor
-    ) -> Tensor:
-        ctx.plan, ctx.outer, ctx.save, ctx.kept = plan, outer, save, {}
+        ctx: Any, plan: MlpPlan, around: Sequence[SumOfOne | None] | None, save: Any, token: Tensor, x: Tensor,
+        *tensors: Tensor,
+    ) -> Tensor:  # fmt: skip
+        ctx.plan, ctx.around, ctx.save, ctx.kept = plan, around, save, {}
         ctx.set_materialize_grads(False)
         output = _run_tiles(plan, x, tensors, ctx.kept)
         if plan.under_checkpoint:
@@ -222,10 +223,9 @@ class _Fused(torch.autograd.Function):
             saved = ctx.saved_tensors
             kept = {index: saved[index * each : (index + 1) * each] for index in range(plan.keep)}
             del saved
-        outer = [around if need else None for around, need in zip(ctx.outer, needs, strict=True)]
         dy = dy.reshape(-1, dy.shape[-1])  # [..., D] -> [N, D]
         with plan.autocast.off(), plan.random.replayed() if plan.random else nullcontext():
-            work = Pass(plan, x.device, tensors, sums_for(tensors, needs, outer))
+            work = Pass(plan, x.device, tensors, sums_for(tensors, needs, ctx.around))
             rows = x.view(-1, x.shape[-1])  # [N, D]
             dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needs_x else None
             for index, (start, size) in plan.tiles():
@@ -235,7 +235,7 @@ class _Fused(torch.autograd.Function):
                     None if dx is None else dx.view(-1, x.shape[-1]).narrow(0, start, size),
                     kept.pop(index, None),
                 )
-            gradients = work.gradients([sum_of is not None for sum_of in outer])
+            gradients = work.gradients(ctx.around)
         return None, None, None, None, dx, *gradients
 
 

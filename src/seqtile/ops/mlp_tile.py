@@ -96,16 +96,17 @@ class Pass:
             return self.dtype
         return self.after.forward(rows.new_zeros(1, self.output_width, dtype=self.dtype)).dtype
 
-    def gradients(self, around: Sequence[bool]) -> list[Tensor | None]:
+    def gradients(self, around: Sequence[Any] | None = None) -> list[Tensor | None]:
         """The summed gradients, in the order of the tensors; the buffers are gone before they are cast.
 
         Args:
-            around: which of the sums are those of a tile around the call, which takes them itself.
+            around: not None where a sum is that of the tile around the call, which takes its gradient itself.
         """
         self._buffers.clear()
         self.first.finish()
-        pairs = zip(self._sums, around, strict=True)
-        return [None if total is None or of_tile else total.result() for total, of_tile in pairs]
+        of_tile = around or [None] * len(self._sums)
+        pairs = zip(self._sums, of_tile, strict=True)
+        return [None if total is None or outer is not None else total.result() for total, outer in pairs]
 
     def forward(self, x: Tensor, out: Tensor, *, keep: bool) -> tuple[Tensor, ...]:
         """Write one tile's output, ``[t, D] -> [t, D]``; returns its pre-activations if they are to be kept."""

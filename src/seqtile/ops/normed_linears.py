@@ -7,7 +7,7 @@ trains: the one loop that both operators run.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import islice, zip_longest
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -17,15 +17,17 @@ from seqtile.ops.kernels import pieces
 from seqtile.ops.linear import Kind, Layer, Shrink, without_dropped
 from seqtile.ops.norm import BY_DEVICE, NORM_KERNELS
 from seqtile.ops.rng import Autocast, NormKind
-from seqtile.ops.tile_linear import OuterSum
+from seqtile.ops.tile_linear import SumOfOne
 
 
 def sums_for(
-    tensors: Sequence[Tensor], needs: Sequence[bool], around: Sequence[OuterSum | None] = ()
+    tensors: Sequence[Tensor], needs: Sequence[bool], around: Sequence[SumOfOne | None] | None = None
 ) -> list[Sum | None]:
     """One sum per tensor that needs a gradient: its own, or that of the tile around the call."""
-    every = zip_longest(tensors, needs, around)
-    return [(sum_of or Sum)(tensor) if need else None for tensor, need, sum_of in every]
+    sums = around or [None] * len(tensors)
+    return [
+        (sum_of or Sum)(tensor) if need else None for tensor, need, sum_of in zip(tensors, needs, sums, strict=True)
+    ]
 
 
 class Norm:

@@ -28,20 +28,24 @@ from seqtile.ops.rng import Autocast
 SumOf = Callable[[str, Tensor], Sum]
 """The sum of a weight's gradient, by the weight's name; the tensor has its shape, dtype and device."""
 
-OuterSum = Callable[[Tensor], Sum]
+SumOfOne = Callable[[Tensor], Sum]
 """The sum of one weight's gradient."""
 
 
-_tile_sums = threading.local()
+class _Around(threading.local):
+    """The innermost :class:`SumsOfLinears` of a thread; None outside a tile."""
+
+    sums: SumsOfLinears | None = None
 
 
-def sums_around() -> SumsOfLinears | None:
-    """What the gradients of this thread's tile are added to; None outside a tile."""
-    return getattr(_tile_sums, "sums", None)
+AROUND = _Around()
 
 
 class SumsOfLinears(TorchFunctionMode):
     """Inside, ``F.linear`` adds the gradients of a tile's low-precision weights and biases to ``sum_of(name)``.
+
+    Operators with sums of their own, such as the fused MLP, ask for those of the tile around them instead
+    (:data:`AROUND`), in any precision.
 
     Outside autocast only: under it the product is rounded to autocast's dtype untiled too, and its fp32 weight is the
     result of a cast.
@@ -58,17 +62,17 @@ class SumsOfLinears(TorchFunctionMode):
         self._sum_of = sum_of
 
     def __enter__(self) -> Self:
-        self._outside, _tile_sums.sums = sums_around(), self
+        self._outside, AROUND.sums = AROUND.sums, self
         if self._names:
             super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
-        _tile_sums.sums = self._outside
+        AROUND.sums = self._outside
         if self._names:
             super().__exit__(*error)  # type: ignore[no-untyped-call]
 
-    def of(self, tensors: Sequence[Tensor]) -> list[OuterSum | None]:
+    def of(self, tensors: Sequence[Tensor]) -> list[SumOfOne | None]:
         """For each tensor what gives its sum in a backward; None for others than this tile's weights."""
         names = [self._every.get(id(tensor)) for tensor in tensors]
         return [None if name is None else partial(self._sum_of, name) for name in names]

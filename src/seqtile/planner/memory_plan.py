@@ -368,9 +368,13 @@ class Planner:
             and self.is_generated(estimate)
         )
 
-    def sure(self) -> int:
-        """The longest sequence that fits at the high estimate too, 0 if none does; faster after :meth:`longest`."""
-        length = min(self._reach(self.fits_at_the_high_estimate, min(self._longest, self._beyond))[0], self._longest)
+    def sure(self, longest: int | None = None) -> int:
+        """The longest sequence that fits at the high estimate too, 0 if none does; faster after :meth:`longest`.
+
+        It is at most ``longest``, by default what :meth:`longest` has found.
+        """
+        top = self._longest if longest is None else longest
+        length = min(self._reach(self.fits_at_the_high_estimate, min(top, self._beyond), longest)[0], top)
         return length if length >= self.least else 0
 
     def longest_beyond(self, start: int | None = None) -> int:
