@@ -364,6 +364,9 @@ READ_NUMBER_NAME = "_local_scalar_dense"
 unsafe_view: Callable[..., Tensor] = _find("torch.ops.aten._unsafe_view")
 """A view that autograd does not track as one, for a tensor without other references."""
 
+FAKE_TENSOR_LOGGER = "torch._subclasses.fake_tensor"
+"""Logs the traceback of each operator that fails on fake tensors."""
+
 dispatch_modes: Callable[[], list[Any]] = _find("torch.utils._python_dispatch._get_current_dispatch_mode_stack")
 """The modes around every operator, the outermost first."""
 

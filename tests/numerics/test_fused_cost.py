@@ -207,6 +207,17 @@ def test_an_adapter_in_fp32_makes_no_wide_tile(monkeypatch: pytest.MonkeyPatch) 
     assert pieces < N * F * 4
 
 
+def test_a_forward_without_gradients_keeps_no_tile() -> None:
+    model, x = GatedMLP(24, 240), random(96, 24, grad=False)
+    peaks = []
+    for keep in (0.0, 1.0):
+        block = Fused(model, [24] * 4, keep=keep)
+        with torch.no_grad(), count_live_bytes("cpu") as live:
+            block(x)
+        peaks.append(live.peak)
+    assert peaks[0] == peaks[1] > 0
+
+
 def peers() -> Iterator[tuple[str, Callable[[nn.Module, int], Callable[[Tensor], Tensor]]]]:
     """Other tiled MLPs, each as a function of the block and the number of tiles."""
 

@@ -180,6 +180,7 @@ def test_what_it_does_not_compute(
         ("Liger's SM90 kernel", {"vocabulary": 500}, "256 divides"),
         ("Liger's SM90 kernel", {"tokens": 900}, "within 5 %"),
         ("Liger's SM90 kernel", {"dtype": torch.float16}, "float16"),
+        ("Liger's SM100 kernel", {"dtype": torch.float16}, "float16"),
         ("Liger's SM100 kernel", {"dtype": torch.float32}, "float32"),
     ],
 )  # fmt: skip

@@ -644,7 +644,7 @@ def test_the_next_step_reaches_what_was_asked(
         at_least = staticmethod(lambda _: 0)
 
         def __init__(self, request: Any, **_: Any) -> None:
-            self.longest = lambda: (lengths[request.model], "")
+            self.longest = lambda furthest: (lengths[request.model], "")
 
     def named(name: str) -> Technique:
         return Technique(name, {"model": name}, "", f"--{name}")

@@ -218,10 +218,10 @@ class _Fused(torch.autograd.Function):
         needs_x, *needs = ctx.needs_input_grad[4:]
         # Unpacked once, and before anything else: under a layer checkpoint this is what runs the layer again.
         x, *tensors = ctx.save.saved_tensors
-        kept, each = ctx.kept, len(plan.first)
+        kept = ctx.kept
         if plan.under_checkpoint:
-            saved = ctx.saved_tensors
-            kept = {index: saved[index * each : (index + 1) * each] for index in range(plan.keep)}
+            saved, per_tile = ctx.saved_tensors, len(plan.first)
+            kept = {index: saved[index * per_tile : (index + 1) * per_tile] for index in range(plan.keep)}
             del saved
         dy = dy.reshape(-1, dy.shape[-1])  # [..., D] -> [N, D]
         with plan.autocast.off(), plan.random.replayed() if plan.random else nullcontext():

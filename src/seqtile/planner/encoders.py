@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from seqtile._compat import attention_is_exchangeable, buffers_of
+from seqtile._compat import FAKE_TENSOR_LOGGER, attention_is_exchangeable, buffers_of
 from seqtile._errors import UserError, in_its_words, passed_other_code
 from seqtile._log import log_level
 from seqtile.planner.layer_structure import Counts
@@ -49,7 +49,7 @@ def in_one_sentence(config: Any) -> Iterator[None]:
         UserError: in place of an exception inside the model's code, and of any for an encoder.
     """
     try:
-        with log_level("torch._subclasses.fake_tensor", logging.CRITICAL):  # which logs each traceback
+        with log_level(FAKE_TENSOR_LOGGER, logging.CRITICAL):
             yield
     except UserError:
         raise

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from seqtile._compat import storage_key, tree_iter
+from seqtile._errors import UserError
 from seqtile.counting.fake import Answers
 from seqtile.counting.live import LiveBytes
 from seqtile.counting.watch import Watch, name_of
@@ -39,6 +40,10 @@ class PartPeak:
 
     total: int
     terms: Mapping[str, int]
+
+
+MOST_OPERATORS = 100_000
+"""Of one step, which a loop over tokens passes; with hundreds of tiles a step runs some 30,000."""
 
 
 class Tracker(LiveBytes):
@@ -96,6 +101,11 @@ class Tracker(LiveBytes):
                     self.file(tensor, purpose)
         if not name.startswith("prim::") and name != "aten::detach":  # fake tensors are asked and aliased more often
             self.operators.append(name)
+            if len(self.operators) > MOST_OPERATORS:
+                raise UserError(
+                    f"cannot plan {self._tokens:,} tokens: the model's code goes from token to token, over "
+                    f"{MOST_OPERATORS:,} operators in a step; use seqtile.apply"
+                )
         if phase not in self._highest or self._now + inside > self._highest[phase]:
             if self._tokens and isinstance(result, Tensor):
                 self.square |= list(result.shape).count(self._tokens) > 1
