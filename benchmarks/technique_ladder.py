@@ -231,7 +231,7 @@ def main() -> int:
 
 def plan_ladder(arguments: argparse.Namespace) -> list[Row]:
     """The rows, which are written too."""
-    from seqtile.cli.plan_command import host_bytes, read_adapters, refuse_unreachable
+    from seqtile.cli.plan_command import host_bytes, parse_adapters, refuse_unreachable
     from seqtile.planner.accelerators import find_device
     from seqtile.planner.model_shapes import read_config
     from seqtile.planner.names import SCANS, check_names, split_offload
@@ -247,8 +247,8 @@ def plan_ladder(arguments: argparse.Namespace) -> list[Row]:
     request = Request(
         model=arguments.model, config=read_config(arguments.model), device=find_device(arguments.device),
         gpus=arguments.gpus, host_memory=host_bytes(arguments.host_memory), engine=arguments.engine,
-        sp_size=arguments.sp_size, lora=read_adapters(full=False, lora=arguments.lora), engine_offload=engine_offload,
-        options=replace(Request.options, offload=on_host),
+        sp_size=arguments.sp_size, lora=parse_adapters(arguments.lora) if arguments.lora else None,
+        engine_offload=engine_offload, options=replace(Request.options, offload=on_host),
     )  # fmt: skip
     refuse_encoder(request.config, arguments.model, "technique_ladder.py adds techniques to steps of")
     now = stamp(environment())

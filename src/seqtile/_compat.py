@@ -22,7 +22,6 @@ import re
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
 
 import torch
@@ -508,16 +507,6 @@ def _leaves(tree: Any) -> Iterator[Any]:
 def keeps_generator(device: torch.device) -> bool:
     """Whether PyTorch's checkpoint replays the random numbers of this kind of device; ``torch.mps``: no (2.13)."""
     return bool(getattr(torch.get_device_module(device), "_initialized", False))
-
-
-def record_memory(on: bool) -> None:
-    """Record every allocation of the CUDA allocator from now on, or stop."""
-    _find("torch.cuda.memory._record_memory_history")(**({} if on else {"enabled": None}))
-
-
-def dump_memory(file: Path) -> None:
-    """Write what was recorded; https://pytorch.org/memory_viz shows it."""
-    _find("torch.cuda.memory._dump_snapshot")(str(file))
 
 
 # ---- transformers ----

@@ -30,7 +30,7 @@ LOSS_KERNELS = ("torch", "native", "liger", "cce", "auto")
 CHECKPOINT_POLICIES = ("layer", "attention-saved")
 """What activation checkpoints save. ``"auto"`` is for plans; ``"none"`` is None: checkpointing is not changed."""
 
-WITH_FLAGS = ("train", "plan", "probe")
+WITH_FLAGS = ("train", "plan")
 """Commands with a flag for an option, by default."""
 
 

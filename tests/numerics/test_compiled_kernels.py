@@ -16,14 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoConfig
 
 import seqtile
 import zoo
 from numerics._blocks import HIDDEN, random, shards
 from numerics._compiled import BACKENDS, compiling, graphs
 from numerics._fused import Fused, GatedMLP, GateUpMLP, PlainMLP, assert_fused_is_untiled
-from seqtile.cli import main
 from seqtile.counting import count_live_bytes, count_products
 from seqtile.ops import kernels as kernels_module
 from seqtile.ops import mlp_tile, pointwise
@@ -85,14 +83,6 @@ def verified(folder: Path) -> None:
     assert verify(zoo.causal_lm("llama"), {"input_ids": ids}, tile=16).ok
 
 
-def probed(folder: Path) -> None:
-    AutoConfig.for_model(
-        "llama", hidden_size=64, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, vocab_size=256,
-        max_position_embeddings=8192, pad_token_id=0,
-    ).save_pretrained(folder)  # fmt: skip
-    assert main(["probe", "--model", str(folder), "--max-length", "512", "--tile", "128", "--out", str(folder)]) == 0
-
-
 def selectively(folder: Path) -> None:
     model = zoo.causal_lm("llama", use_cache=False, attn_implementation="sdpa", attention_dropout=0.1).train()
     seqtile.apply(model, tile=8, checkpoint="attention-saved")
@@ -102,7 +92,7 @@ def selectively(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     "first",
-    [live_bytes, verified, selectively, pytest.param(probed, marks=pytest.mark.slow)],
+    [live_bytes, verified, selectively],
     ids=lambda run: run.__name__,
 )
 def test_wherever_a_kernel_is_called_first(

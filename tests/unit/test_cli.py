@@ -80,8 +80,7 @@ EARLY: dict[str, tuple[list[str], str]] = {
 NAMES = {
     "plan --model llama-8b --max-length 0": "got --max-length 0, expected at least 2",
     "plan --model llama-8b --optimizer foo": "got optimizer 'foo'",
-    "probe --model {model} --optimizer foo": "got optimizer 'foo'",
-    "probe --model {model} --batch-size 0": "got batch size 0, expected at least 1",
+    "plan --model llama-8b --batch-size 0": "got batch size 0, expected at least 1",
     "verify --model {model} --dtype foo": "'dtype': got 'foo'",
     "verify --model {model} --tile foo": "is not a tile rule",
 }
@@ -258,10 +257,9 @@ def test_lists_of_commands_are_not_cut_off(monkeypatch, capsys: pytest.CaptureFi
     assert len(listed) > 3 and not [line for line in listed if line.endswith("...")]
 
 
-@pytest.mark.parametrize("words", [["plan", "--device", "h200"], ["probe"]])
-def test_a_model_that_the_hub_cannot_be_asked_for(words: list[str], monkeypatch, capsys: pytest.CaptureFixture[str]):
+def test_a_model_that_the_hub_cannot_be_asked_for(monkeypatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.setattr("seqtile.train.check_early.can_connect", lambda endpoint: False)
-    assert main([*words, "--model", "nobody/nothing"]) == 2
+    assert main(["plan", "--device", "h200", "--model", "nobody/nothing"]) == 2
     assert "in the local Hub cache" in capsys.readouterr().err
 
 

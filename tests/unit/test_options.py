@@ -56,7 +56,7 @@ from seqtile.cli import main
 from seqtile.train import recipe as recipes
 
 found = {}
-for command in ("train", "plan", "probe", "verify"):
+for command in ("train", "plan", "verify"):
     with contextlib.redirect_stdout(io.StringIO()) as said:
         assert main([command, "--help-all" if command == "train" else "--help"]) == 0
     found[f"{command} --help"] = "--dummy" in said.getvalue()
@@ -129,7 +129,7 @@ def test_a_new_option_is_one_line() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == {
-        "train --help": True, "plan --help": True, "probe --help": True, "verify --help": False,
+        "train --help": True, "plan --help": True, "verify --help": False,
         "recipe": [5, 5, 6], "apply": 5, "resumed": True, "a plan of the recipe": 5, "request": 7, "step": 7,
         "the recipe of a plan": 7, "train": 9,
         "ladder": [7, 7], "a benchmark": [5, 5], "ms-swift": 5, "axolotl": {"dummy": 5},
@@ -278,8 +278,6 @@ def test_flags_become_a_request_whose_recipe_is_planned_the_same(flags: str, pla
         ),
         ("plan --blocks mlp --tile none", "drop --blocks or --tile none"),
         ("plan --keep 0.5 --tile none", "keep would be ignored"),
-        ("probe --checkpoint auto", "probe layer, attention-saved or none"),
-        ("probe --tile none", "use another tile rule"),
     ],
 )
 def test_a_bad_value_is_one_sentence(

@@ -155,20 +155,6 @@ def test_what_cannot_be_planned_is_one_sentence(
     assert told in said(capsys)
 
 
-@pytest.mark.parametrize(
-    ("command", "told"),
-    [
-        (["probe"], "seqtile probe measures steps of causal language models, but "),
-    ],
-)
-def test_other_commands_refuse_an_encoder(
-    command: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main([*command, "--model", save(config_of("bert"), tmp_path / "model")]) == 2
-    assert told in said(capsys)
-
-
 def test_training_plans_no_encoder(tmp_path: Path) -> None:
     recipe, _ = build_recipe({"model": save(config_of("bert"), tmp_path), "dataset": "d.jsonl", "max_length": 128}, {})
     with pytest.raises(UserError, match="seqtile train trains causal language models, but .* is an encoder"):

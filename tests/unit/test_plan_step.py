@@ -9,6 +9,8 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import CONFIG_MAPPING, AutoConfig
 
 import zoo
@@ -203,3 +205,32 @@ def test_lines_from_other_lengths_and_depths_give_the_fake_run_itself(how: Setup
     assert lines.square == (how.attention == "eager") and len(lines.points) == 2 + lines.square
     planned = max(sum(terms.values()) for terms in lines.at(4096).values())
     assert planned == pytest.approx(fake_step(config, how, 4096).peak, rel=1e-3)
+
+
+class LargestTensors(TorchDispatchMode):
+    """Elements of the largest tensor that operators return, by the type of its device."""
+
+    observes_only = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest: dict[str, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                kind = tensor.device.type
+                self.largest[kind] = max(self.largest.get(kind, 0), tensor.numel())
+        return result
+
+
+@pytest.mark.parametrize("lora", [None, Lora(4)], ids=["all weights", "adapters"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "bamba"])
+def test_weights_are_drawn_on_the_device_and_nowhere_else(family: str, lora: Lora | None) -> None:
+    """A plan needs no weights, and an 8B model drawn by one core of the host takes a minute."""
+    config = zoo.causal_lm(family).config
+    with LargestTensors() as made:
+        model = build(config, Setup(lora=lora), "meta").model
+    assert made.largest["meta"] >= max(weight.numel() for weight in model.parameters())
+    assert made.largest.get("cpu", 0) < zoo.HIDDEN, "only numbers of a configuration"

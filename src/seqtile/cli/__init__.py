@@ -22,7 +22,6 @@ from seqtile.cli.usage_errors import OneSentence
 EXAMPLES = {
     "train": ("--model PATH --dataset chat.jsonl --max-length 131072", "start.md"),
     "plan": ("--model llama-8b --device h100 --lora r=16 --explain", "planning.md"),
-    "probe": ("--model llama-8b --max-length 32768 --lora r=16", "planning.md"),
     "verify": ("--model PATH --lora 16 --tokens 4096", "start.md"),
     "doctor": ("--compat", "start.md"),
 }

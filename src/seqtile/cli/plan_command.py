@@ -302,13 +302,6 @@ def refuse_unreachable(model: str) -> None:
         check_hub_name(model, "model")
 
 
-def read_adapters(*, full: bool, lora: str | None) -> Lora | None:
-    """Parse ``--full`` and ``--lora``: adapters, or None to train every weight."""
-    if full and lora is not None:
-        raise UserError("got both --full and --lora; use one")
-    return None if lora is None else parse_adapters(lora)
-
-
 def host_bytes(text: str | None) -> int | None:
     """Parse ``--host-memory`` into bytes."""
     from seqtile.tiling import parse_bytes

@@ -6,7 +6,7 @@ import difflib
 from dataclasses import dataclass
 
 from seqtile._errors import UserError
-from seqtile.devices import GIB, accelerator, available_host_bytes, compute_capability, device_name, total_device_bytes
+from seqtile.devices import GIB
 from seqtile.tiling import parse_bytes
 
 
@@ -88,20 +88,3 @@ def find_device(text: str) -> Device:
     hint = f"did you mean {close[0]!r}? " if close else ""
     names = ", ".join(DEVICES)
     raise UserError(f"unknown device {text!r}; {hint}use one of {names}, or its memory, such as 80GiB")
-
-
-def this_device() -> Device:
-    """The accelerator of this machine, or its CPU with the memory that is free; its name is the type.
-
-    Raises:
-        UserError: the accelerator does not say how much memory it has.
-    """
-    device = accelerator()
-    if device is None:
-        free = available_host_bytes()
-        source = "free memory of the host" if free else "8 GiB, because this system does not report its free memory"
-        return Device("cpu", free or 8 * GIB, None, source)
-    total = total_device_bytes()
-    if not total:
-        raise UserError(f"{device_name()} does not report its memory; use seqtile plan --device 80GiB")
-    return Device(device.type, total, None, "the driver", compute_capability())
