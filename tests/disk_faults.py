@@ -53,11 +53,11 @@ def read_only_at(folder: Path, step: int) -> None:
     from seqtile.train.trainer import Trainer
 
     _own_mounts()
-    _mount(str(folder), folder, "", BIND, "")
     save = Trainer._save_checkpoint
 
     def saving(self: Any, *args: Any) -> None:
         if self.state.global_step == step:
+            _mount(str(folder), folder, "", BIND, "")  # now: the mount of the open lock file is busy
             _mount("none", folder, "", BIND | REMOUNT | READ_ONLY, "")
         save(self, *args)
 

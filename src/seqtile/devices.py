@@ -218,11 +218,3 @@ def peak_resident_bytes() -> int:
     except ImportError:  # not on Windows
         return 0
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-def process_space() -> str:
-    """Which table the numbers of processes are of: containers may have one each; "" where there is only one."""
-    try:
-        return os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return ""

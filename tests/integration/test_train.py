@@ -27,7 +27,7 @@ from seqtile.train.data import load_rows
 from seqtile.train.recipe import build_recipe, read_recipe
 from seqtile.train.result_report import Outcome
 from seqtile.train.run import train
-from seqtile.train.run_directory import LOCK, why_not_whole
+from seqtile.train.run_directory import check_unlocked, why_not_whole
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "recipes"
 
@@ -217,7 +217,7 @@ def test_sigterm_twice_and_sighup_save(model: Path, dataset: Path, tmp_path: Pat
     stopped = run(model, dataset, tmp_path / "out", callbacks=callbacks)
     assert (stopped.stopped_by, stopped.output.name) == (numbers[0], "checkpoint-2")
     assert why_not_whole(stopped.output) == ""
-    assert not (tmp_path / "out" / LOCK).exists()
+    check_unlocked(tmp_path / "out")
 
 
 def test_a_second_signal_stops_at_once():

@@ -15,13 +15,13 @@ from seqtile.devices import accelerator
 from seqtile.train.recipe import DEMO_STEPS, RECIPE_FILE, Recipe, resolve, save_recipe
 
 if TYPE_CHECKING:
+    from filelock import BaseFileLock
     from transformers import TrainerCallback
 
     from seqtile.install.report import Report
     from seqtile.train.metrics import Display
     from seqtile.train.read_data import Data
     from seqtile.train.result_report import Outcome
-    from seqtile.train.run_directory import RunLock
 
 logger = first_rank_logger(__name__)
 
@@ -62,9 +62,10 @@ def train(
     from seqtile.engines.build_locks import check_build_locks
     from seqtile.train.ranks import is_first, join_launch
     from seqtile.train.retry import OutOfMemory, release, said
-    from seqtile.train.run_directory import RunLock, disk_error, newest_whole
+    from seqtile.train.run_directory import LOCK, disk_error, newest_whole
 
     require_packages()
+    from filelock import FileLock
     from torch.distributed.checkpoint.api import CheckpointException  # of sharded checkpoints, and no Exception
 
     recipe = resolve(join_launch(recipe))
@@ -74,7 +75,8 @@ def train(
     recipe, start = locate(recipe, resume=resume, resume_from=resume_from, overwrite=overwrite, **trust)
     recipe = fitted(recipe, start, logger.info)
     done = list(retries)
-    with RunLock(Path(str(recipe.output))) as lock:
+    lock = FileLock(Path(str(recipe.output)) / LOCK)
+    try:
         while True:
             try:
                 return _attempt(recipe, start, resume, overwrite, callbacks, done, display, lock)
@@ -97,6 +99,8 @@ def train(
             recipe, overwrite = recipe.changed(**retry["recipe"]), False
             done = [*retries, {**retry, "how": f"from {start.name}"}]
             logger.warning("%s", said(done[-1]))
+    finally:
+        lock.release(force=True)
 
 
 def fitted(recipe: Recipe, start: Path | None, tell: Callable[[str], None], nodes: int = 1) -> Recipe:
@@ -135,14 +139,14 @@ def _attempt(
     callbacks: Sequence[TrainerCallback],
     retries: Sequence[dict[str, Any]],
     display: Display | None,
-    lock: RunLock,
+    lock: BaseFileLock,
 ) -> Outcome:
     """Train once, from ``start`` or from the first step."""
     from seqtile.train.metrics import Silent
     from seqtile.train.out_of_memory import is_out_of_memory
     from seqtile.train.resume import check_same_run, describe_run
     from seqtile.train.retry import OutOfMemory
-    from seqtile.train.run_directory import check_output, clear_output, nothing_saved, read_mark
+    from seqtile.train.run_directory import check_output, clear_output, nothing_saved, read_mark, take_lock
 
     output = Path(str(recipe.output))
     display = display or Silent()
@@ -166,7 +170,7 @@ def _attempt(
         logger.warning("no checkpoint was saved in %s; starting from the first step", output)
     if trainer.args.should_save:
         output.mkdir(parents=True, exist_ok=True)
-        lock.take()
+        take_lock(lock)
         # A short run may have started and ended since the first check.
         if start is None and not resume:
             check_output(recipe, output, overwrite=overwrite)

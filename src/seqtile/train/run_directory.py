@@ -3,7 +3,7 @@
 Transformers writes a checkpoint in place, file by file, and takes the one of the highest number for the newest. Killed
 while it writes, it would resume from a partial checkpoint, or crash. So every checkpoint gets a mark as its last file,
 which lists all others, of every rank; what carries none, or does not hold what its mark lists, is never resumed from
-unasked. A lock file names the process of the run, and is no lock once that process has ended.
+unasked. A run keeps a file in it locked, which the kernel frees when the run ends or is killed.
 """
 
 from __future__ import annotations
@@ -16,21 +16,20 @@ import os
 import pickle
 import re
 import shutil
-import socket
 import tempfile
-import time
 import zipfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
+
+from filelock import BaseFileLock, FileLock, Timeout
 
 from seqtile._errors import RunError, UserError
 from seqtile._log import first_rank_logger
-from seqtile.devices import cpu_cores, process_space
+from seqtile.devices import cpu_cores
 from seqtile.train.atomic_files import write_whole
 from seqtile.train.recipe import DEMO, RECIPE_FILE, Recipe, read_recipe
 
@@ -39,11 +38,8 @@ logger = first_rank_logger(__name__)
 MARK = "complete.json"
 """The completeness mark: written last, and the first thing to go when a checkpoint is removed."""
 
-CLOCK_SECONDS = 2.0
-"""How far two readings of one process's start may lie apart: the clock of the machine may have been set meanwhile."""
-
 LOCK = "run.lock"
-"""In the output directory while a run writes there: host, process and the start of the process."""
+"""File in the output directory that a run keeps locked while it writes there."""
 
 TRAINER_STATE = "trainer_state.json"
 FSDP_SHARDS = "pytorch_model_fsdp_0"
@@ -65,7 +61,6 @@ LEFT_BY_A_RUN = (
 
 _NAME = re.compile(r"checkpoint-([0-9]+)")
 _READERS = 8
-LOCK_IS_WRITTEN_WITHIN = 10.0  # seconds; a lock that cannot be read is being written for this long
 _GB = 10**9
 
 
@@ -410,105 +405,32 @@ class _Nothing:
 # ---- One run at a time
 
 
-class RunLock:
-    """The lock of a run on its output directory: :meth:`take` it before anything is written; the ``with`` frees it."""
-
-    def __init__(self, output: Path) -> None:
-        self._file = output / LOCK
-        self._taken = False
-
-    def __enter__(self) -> RunLock:
-        return self
-
-    def take(self) -> None:
-        """Take it, once; the directory is there.
-
-        Raises:
-            UserError: another run has it.
-        """
-        while not self._taken:
-            try:
-                # Created or not in one act, on network file systems too.
-                with self._file.open("x", encoding="utf-8") as file:
-                    json.dump(_me(), file)
-                    file.flush()
-                    os.fsync(file.fileno())
-                self._taken = True
-            except FileExistsError:
-                check_unlocked(self._file.parent)
-                self._remove_stale()
-
-    def _remove_stale(self) -> None:
-        """Remove a stale lock; of two runs that found the same one, the second may meet the first one's lock here."""
-        aside = self._file.with_name(f"{LOCK}.{os.getpid()}")
-        with suppress(FileNotFoundError):
-            self._file.rename(aside)
-            try:
-                check_unlocked(self._file.parent, aside)
-            except UserError:
-                aside.rename(self._file)
-                raise
-            aside.unlink()
-            logger.info("removed %s of a finished run", self._file)
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        if self._taken:
-            with suppress(OSError):  # on a disk that has become read-only; what stays is no lock of a living process
-                self._file.unlink()
-
-
-def check_unlocked(output: Path, file: Path | None = None) -> None:
-    """Refuse a directory that another run writes to; changes nothing.
-
-    Args:
-        output: the directory.
-        file: its lock, where it has been renamed.
+def take_lock(lock: BaseFileLock) -> None:
+    """Take the lock of a run's directory, which the kernel frees when this process ends.
 
     Raises:
-        UserError: with the host and the process of that run.
+        UserError: another run has it.
     """
-    file = file or output / LOCK
     try:
-        owner = json.loads(file.read_text(encoding="utf-8"))
-        host, space, pid, started = owner["host"], owner["space"], int(owner["process"]), float(owner["started"])
-    except (FileNotFoundError, NotADirectoryError):
-        return
-    except OSError as error:
-        raise UserError(f"cannot read {str(output / LOCK)!r} ({error.strerror}); use another --output") from None
-    except (ValueError, KeyError, TypeError):
-        if time.time() - file.stat().st_mtime > LOCK_IS_WRITTEN_WITHIN:
-            return  # its run was killed while it wrote this
-        raise UserError(f"another run is starting in output {str(output)!r}; use another --output") from None
-    me = _me()
-    if (host, space) != (me["host"], me["space"]):
+        lock.acquire(timeout=1)  # another process may hold it for a check alone
+    except Timeout:
+        output = str(Path(lock.lock_file).parent)
         raise UserError(
-            f"output {str(output)!r} is locked by a run on host {host!r} (process {pid}), which cannot be checked "
-            f"from here; remove {str(output / LOCK)!r} if it has ended, or use another --output"
-        )
-    running_since = _started_at(pid)  # a number alone is given to another process later
-    if running_since is not None and abs(running_since - started) <= CLOCK_SECONDS:
-        raise UserError(
-            f"output {str(output)!r} is in use by another run (process {pid} on this machine); wait for it, end it, "
-            "or use another --output"
-        )
+            f"output {output!r} is in use by another run; wait for it, end it, or use another --output"
+        ) from None
 
 
-def _me() -> dict[str, str | int | float]:
-    """This process; containers of one host name number their processes each for itself."""
-    started = _started_at(os.getpid()) or 0.0
-    return {"host": socket.gethostname(), "space": process_space(), "process": os.getpid(), "started": started}
+def check_unlocked(output: Path) -> None:
+    """Refuse a directory that another run writes to; creates nothing.
 
-
-def _started_at(pid: int) -> float | None:
-    """When a process of this machine started, in seconds since 1970; None if it does not run."""
-    import psutil  # type: ignore[import-untyped]
-
-    try:
-        process = psutil.Process(pid)
-        # One that has ended stays in the table until its parent has looked.
-        return None if process.status() == psutil.STATUS_ZOMBIE else float(process.create_time())
-    except psutil.Error:
-        return None
+    Raises:
+        UserError: another run has the lock.
+    """
+    if (output / LOCK).exists():
+        lock = FileLock(output / LOCK)
+        with suppress(OSError):  # check_writable reports a disk that takes no writes
+            take_lock(lock)
+        lock.release()
 
 
 # ---- Where a run writes

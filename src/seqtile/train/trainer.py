@@ -34,6 +34,7 @@ from seqtile.train.run_directory import (
     SAVE_TRIAL,
     TRAINER_STATE,
     CheckpointMark,
+    disk_error,
     newest_whole,
     rotate,
     set_aside,
@@ -269,10 +270,9 @@ class Trainer(SFTTrainer, _SplitLoss):
                 self._save(folder, state_dict={})
                 self.state.save_to_json(str(Path(folder) / TRAINER_STATE))
                 self._write_card(Path(folder))
-        except OSError:
-            raise  # of the disk
         except Exception as error:
-            if is_ours(error):
+            # tokenizers raises a bare Exception on a full disk
+            if isinstance(error, OSError) or is_ours(error) or disk_error(error, Path(str(self.args.output_dir))):
                 raise
             raise UserError(
                 f"the trained model could not be saved: {in_its_words(error)}; fix the file of the model that it names"
