@@ -22,7 +22,7 @@ import re
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -256,62 +256,40 @@ def local_part(tensor: Tensor) -> Tensor:
     return shard
 
 
-# ---- torch: files ----
+# ---- what checkpoints name ----
 
-TorchArchive: Any = _find("torch._C.PyTorchFileReader")
+_METADATA = (
+    "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
+    "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+)  # fmt: skip
 
-
-def pickle_of(file: BinaryIO) -> bytes | None:
-    """The pickle inside an archive of ``torch.save``, as ``torch.load`` would find it; None if it is no such archive.
-
-    A zip file that is read in two ways by two readers could show one pickle and load another: so this is torch's own.
-    """
-    if file.read(4) != b"PK\x03\x04":
-        return None
-    file.seek(0)
-    archive = TorchArchive(file)
-    if "constants.pkl" in archive.get_all_records():  # TorchScript, which torch.load passes to another loader
-        return None
-    content: bytes = archive.get_record("data.pkl")
-    return content
-
-
-PICKLED_NAMES: dict[str, set[str]] = {
-    "__builtin__": {"bytearray", "complex", "frozenset", "set"},
-    "builtins": {"bytearray", "complex", "frozenset", "set"},
-    "_codecs": {"encode"},
-    "collections": {"Counter", "OrderedDict", "defaultdict"},
-    "deepspeed.runtime.fp16.loss_scaler": {"DynamicLossScaler", "LossScaler"},
-    "deepspeed.runtime.zero.config": {"ZeroStageEnum"},
-    "deepspeed.utils.tensor_fragment": {"fragment_address"},
-    "numpy": {"dtype", "ndarray"},
-    "numpy._core.multiarray": {"_reconstruct", "scalar"},
-    "numpy.core.multiarray": {"_reconstruct", "scalar"},
-    "pathlib": {"PosixPath", "WindowsPath"},
-    "pathlib._local": {"PosixPath", "WindowsPath"},
-    "torch": {"Size", "Tensor", "device"},
-    "torch._tensor": {"_rebuild_from_type_v2"},
-    "torch._utils": {"_rebuild_parameter", "_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3"},
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.distributed.checkpoint.metadata": {
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    },  # fmt: skip
-    "torch.nn.parameter": {"Parameter"},
-    "torch.serialization": {"_get_layout"},
-    "torch.storage": {"TypedStorage", "UntypedStorage"},
+METADATA_NAMES = {
+    *(f"torch.distributed.checkpoint.metadata.{name}" for name in _METADATA),
+    "torch.distributed.checkpoint.filesystem._StorageInfo",
+    "torch.serialization._get_layout",
+    "torch.Size",
+    "pathlib.PosixPath",
+    "pathlib._local.PosixPath",
 }
-"""Names that checkpoints of Transformers, Accelerate, DeepSpeed and PyTorch's DCP reference, by module."""
+"""Names in the ``.metadata`` of PyTorch's distributed checkpoints, besides dtypes."""
 
-
-PICKLED_KINDS = {"numpy.dtypes": r"\w+DType", "torch": r"\w+Storage|bool|u?int\d+|b?float\d+\w*|complex\d+"}
-"""Further names, as patterns by module: the many storages and number types."""
+PICKLED_NAMES = {
+    "builtins.frozenset",
+    "collections.defaultdict",
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+    "deepspeed.runtime.zero.config.ZeroStageEnum",
+    "deepspeed.utils.tensor_fragment.fragment_address",
+    "numpy._core.multiarray._reconstruct",
+    "numpy._core.multiarray.scalar",
+    "numpy.core.multiarray._reconstruct",
+    "numpy.core.multiarray.scalar",
+    "numpy.dtype",
+    "numpy.ndarray",
+    "pathlib.PosixPath",
+    "pathlib._local.PosixPath",
+}
+"""Names in other files of checkpoints, besides those that torch lists as safe."""
 
 
 # ---- torch: dispatch, fake tensors and trees ----

@@ -281,8 +281,8 @@ def _other_archive() -> bytes:
         ("global_step3/zero_pp_rank_0_mp_rank_00_optim_states.pt", _Calls(os.system, "touch made"), "posix.system"),
         ("optimizer.pt", {"a": [_Calls(eval, "open('made', 'w')")]}, "builtin"),
         ("scheduler.pt", _Calls(getattr, "", "join"), "getattr"),
-        ("rng_state.pth", b"\x80\x04c", "is a pickle that cannot be checked"),
-        ("rng_state.pth", b"PK\x03\x04" + b"x" * 99, "has an unreadable pickle"),
+        ("rng_state.pth", b"\x80\x04c", "has a pickle that cannot be checked"),
+        ("rng_state.pth", b"PK\x03\x04" + b"x" * 99, "has a pickle that cannot be checked"),
         ("pytorch_model_fsdp_0/.metadata", pickle.dumps(_Calls(os.system, "touch made")), "posix.system"),
     ],
 )
