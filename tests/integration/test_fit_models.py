@@ -75,6 +75,41 @@ def test_every_causal_model_is_planned_or_refused_in_one_sentence(
     assert "Traceback" not in shown.err
 
 
+LFM2_LAYERS = ["conv", "conv", "full_attention", "conv"] * 8
+"""As of the released models: the default config has no convolutions."""
+
+REAL: dict[str, dict[str, Any]] = {
+    name: {"layer_types": LFM2_LAYERS} if name == "lfm2" else {}
+    for name in (
+        "deepseek_v3", "gemma3_text", "glm4_moe", "gpt_oss", "jamba", "lfm2", "llama", "phi3", "qwen3",
+        "qwen3_5_moe_text", "qwen3_moe", "qwen3_next",
+    )
+}  # fmt: skip
+"""Default configs, which have the widths and the depth of released models."""
+
+
+@pytest.mark.filterwarnings("ignore")  # of models' own code
+@pytest.mark.parametrize(
+    "architecture", [name if name == "llama" else pytest.param(name, marks=pytest.mark.slow) for name in REAL]
+)
+def test_a_real_size_is_fitted_and_planned(
+    architecture: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = CONFIG_MAPPING[architecture](**REAL[architecture])
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
+    layers, bytes_to_train = (
+        config.num_hidden_layers,
+        8 * model.num_parameters(),
+    )  # bf16: weights, gradients, Adam's two
+    report = seqtile.fit(model, max_length=2048, device=f"{2 * bytes_to_train >> 30}GiB")
+    assert report.tiled >= layers and report.loss
+    config.dtype, config.architectures = torch.bfloat16, [type(model).__name__]
+    config.save_pretrained(tmp_path)
+    given = ("--device", "h200", "--gpus", "256", "--nodes", "32", "--engine", "fsdp2", "--max-length", "2048")
+    assert main(["plan", "--model", str(tmp_path), *given]) == 0, capfd.readouterr().err
+
+
 def classifier(kind: str) -> nn.Module:
     auto: Any = getattr(transformers, f"AutoModelFor{kind}Classification")
     model: nn.Module = auto.from_config(causal_lm("llama").config)

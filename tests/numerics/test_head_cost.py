@@ -183,6 +183,20 @@ def test_fake_tensors_count_every_token() -> None:
     assert products.units(TOKENS, HIDDEN, VOCABULARY) == 3
 
 
+def test_a_plan_of_a_large_vocabulary_runs_one_block_of_rows_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU a vocabulary of 262,144 has four rows in a block: a plan of 32,768 tokens ran 8,192 of them."""
+    monkeypatch.setitem(row_kernels.BLOCK_ELEMENTS, "cpu", 4 * VOCABULARY)
+    given = inputs(TOKENS, HIDDEN, VOCABULARY, bias=False)
+    heights: list[int] = []
+    run = lambda _, y: heights.append(len(y))  # noqa: E731
+    with FakeTensorMode() as mode:
+        row_kernels.run_over_rows(run, None, [mode.from_tensor(given["hidden"])])
+    assert heights == [4 * VOCABULARY // HIDDEN]
+    heights.clear()
+    row_kernels.run_over_rows(run, None, [given["hidden"]])
+    assert sum(heights) == TOKENS and len(heights) > 1
+
+
 def test_scores_cost_four_products_whatever_is_asked() -> None:
     given = inputs(TOKENS, HIDDEN, VOCABULARY)
     given["targets"] = given.pop("labels")

@@ -42,7 +42,7 @@ class PartPeak:
     terms: Mapping[str, int]
 
 
-MOST_OPERATORS = 100_000
+MOST_OPERATORS = 200_000
 """Of one step, which a loop over tokens passes; with hundreds of tiles a step runs some 30,000."""
 
 
@@ -103,8 +103,8 @@ class Tracker(LiveBytes):
             self.operators.append(name)
             if len(self.operators) > MOST_OPERATORS:
                 raise UserError(
-                    f"cannot plan {self._tokens:,} tokens: the model's code goes from token to token, over "
-                    f"{MOST_OPERATORS:,} operators in a step; use seqtile.apply"
+                    f"cannot plan {self._tokens:,} tokens: a step on shapes runs over {MOST_OPERATORS:,} operators, as "
+                    "code that goes from token to token does; use seqtile.apply"
                 )
         if phase not in self._highest or self._now + inside > self._highest[phase]:
             if self._tokens and isinstance(result, Tensor):
