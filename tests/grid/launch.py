@@ -16,8 +16,8 @@ from pathlib import Path
 import extension_builds
 
 LAUNCHES = {
-    "torch": ("ddp", "fsdp1", "fsdp2", "vocabulary", "verify", "callback", "context", "chunks"),
-    "deepspeed": ("zero12", "zero3", "vocabulary_zero3", "verify_zero", "chunks_zero", "ulysses"),
+    "torch": ("ddp", "fsdp1", "fsdp2", "vocabulary", "callback", "context", "chunks"),
+    "deepspeed": ("zero12", "zero3", "vocabulary_zero3", "chunks_zero", "ulysses"),
 }
 """Modules whose cases share a process group, by the package they need: a launch costs more than its cases.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 import traceback
 import warnings
 from pathlib import Path
@@ -12,10 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from seqtile._errors import RunError, UserError
+from seqtile._errors import UserError
 from seqtile._log import log_to_stderr
 from seqtile.cli.option_flags import takes_options
-from seqtile.cli.train_command import WORKER
 
 if TYPE_CHECKING:
     from seqtile.train.recipe import Recipe
@@ -31,8 +29,6 @@ def command(
     model: str = typer.Option(
         ..., help="Model directory or Hub id; random weights for a config.json alone.", metavar="PATH"
     ),
-    engine: str = typer.Option(None, help="single (default), ddp, fsdp2, zero2 or zero3.", metavar="NAME"),
-    nproc: int = typer.Option(None, help="Number of processes (default: one per accelerator).", metavar="N"),
     lora: str = typer.Option(None, help="LoRA rank, or r=16,alpha=32,dropout=0.05.", metavar="R"),
     dtype: str = typer.Option(None, help="float32, bfloat16, float16, or auto: the checkpoint's.", metavar="NAME"),
     tokens: int = typer.Option(
@@ -56,8 +52,6 @@ def command(
 
     settings = {
         "model": model,
-        "engine": engine,
-        "nproc": nproc,
         "lora": None if lora is None else parse_lora(lora),
         "dtype": dtype,
         "max_length": tokens,
@@ -78,12 +72,9 @@ def command(
     if tokens is None:
         recipe = with_default_length(recipe)
     try:
-        result = check(recipe, WORKER)
+        result = check(recipe)
     except UserError:
         raise
-    except RunError as error:
-        print(f"seqtile: {error}", file=sys.stderr)
-        raise typer.Exit(NO_ANSWER) from None
     except Exception:  # noqa: BLE001 (any error is shown, and is not a result)
         traceback.print_exc()
         raise typer.Exit(NO_ANSWER) from None
@@ -125,7 +116,6 @@ def as_object(recipe: Recipe, result: VerifyResult) -> dict[str, Any]:
         "seconds": {"untiled": untiled.seconds, "tiled": tiled.seconds},
         "truth": result.reference,
         "model": recipe.model,
-        "engine": recipe.engine,
         "tokens": recipe.max_length,
         "batch_size": recipe.batch_size,
         "notes": list(result.notes),

@@ -1,4 +1,4 @@
-"""One process of ``seqtile train --engine`` or ``seqtile verify --engine``: ``python -m seqtile.cli.worker FOLDER``.
+"""One process of ``seqtile train --engine``: ``python -m seqtile.cli.worker FOLDER``.
 
 ``FOLDER`` holds the recipe and what to do with it. An error goes to the file that torch's agent names, and is printed
 by the command in front: of several processes the one that failed first counts.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import signal
 import sys
 import threading
@@ -58,7 +57,7 @@ def main(folder: Path) -> int:
 
 def _train(folder: Path) -> None:
     from seqtile.cli.train_command import quiet, run
-    from seqtile.train.launch import HOW_FILE, RESULT_FILE
+    from seqtile.train.launch import HOW_FILE
     from seqtile.train.ranks import leave
     from seqtile.train.recipe import RECIPE_FILE, build_recipe, read_recipe
 
@@ -66,16 +65,6 @@ def _train(folder: Path) -> None:
     how = json.loads((folder / HOW_FILE).read_text(encoding="utf-8"))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, how.pop("signals"))  # the parent command started it with them blocked
     threading.Thread(target=follow, args=(how.pop("front"),), daemon=True).start()
-    if how.pop("check", False):
-        from seqtile.cli.verify_command import only_errors
-        from seqtile.train.verify_model import check_rank
-
-        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # DeepSpeed prints to stdout, which is for the result
-        only_errors()
-        result = check_rank(recipe)
-        if process_rank() == 0:
-            (folder / RESULT_FILE).write_bytes(pickle.dumps(result))
-        return
     quiet()
     if process_rank():  # only rank 0 prints; DeepSpeed prints on each
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

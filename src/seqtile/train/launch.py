@@ -12,7 +12,6 @@ import json
 import logging
 import math
 import os
-import pickle
 import secrets
 import signal
 import sys
@@ -38,14 +37,12 @@ from seqtile.train.signals import StoppedAtOnce, blocked_signals, handle_signals
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-    from seqtile.verification import VerifyResult
-
 HOW_FILE = "how.json"
 """Beside the recipe that the workers read: the other arguments of ``train``, and which process waits in front."""
 
-STOPPED_FILE, RETRY_FILE, RESULT_FILE = "stopped", "retry.json", "result.pickle"
+STOPPED_FILE, RETRY_FILE = "stopped", "retry.json"
 """What a worker leaves beside it: the exit code of a run that a signal stopped in order; what to go on with after an
-out-of-memory; what the first process of a check found."""
+out-of-memory."""
 
 GRACE_SECONDS = 15.0
 """How long processes may go on after a request to stop at once."""
@@ -125,26 +122,6 @@ def launch(
         retries = [*retry["done"], {**retry["retry"], "how": f"from {start.name}"}]
 
 
-def launch_check(recipe: Recipe, worker: str) -> VerifyResult:
-    """Start the processes of ``seqtile verify --engine`` and return what they found.
-
-    Args:
-        recipe: with an engine other than ``single``.
-        worker: the module that each process runs.
-
-    Raises:
-        UserError: bad input, found here or by a process that was started.
-        RunError: a process ended without a result.
-    """
-    recipe = _counted(recipe)
-    if recipe.nproc == 1:
-        raise UserError(f"verify under engine {recipe.engine!r} needs at least 2 processes, got --nproc 1")
-    with tempfile.TemporaryDirectory(prefix="seqtile-") as name:
-        run_ranks(recipe, Path(name), {"check": True}, worker)
-        result: VerifyResult = pickle.loads(Path(name, RESULT_FILE).read_bytes())
-        return result
-
-
 def engine_environment(recipe: Recipe) -> dict[str, str]:
     """Environment variables of the engine, as ``accelerate launch`` sets them from ``examples/accelerate``."""
     offloaded = recipe.engine_offload
@@ -166,7 +143,7 @@ def engine_environment(recipe: Recipe) -> dict[str, str]:
     return {}
 
 
-def _counted(recipe: Recipe, nodes: int = 1) -> Recipe:
+def _counted(recipe: Recipe, nodes: int) -> Recipe:
     """The recipe with the number of its processes, on all nodes together, checked against the devices."""
     import torch
 

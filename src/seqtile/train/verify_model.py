@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from seqtile._errors import UserError
-from seqtile._log import process_rank
 from seqtile.train.recipe import DEMO, Recipe, build_recipe
 
 if TYPE_CHECKING:
@@ -44,61 +42,22 @@ def with_default_length(recipe: Recipe) -> Recipe:
     return recipe.changed(max_length=min(DEFAULT_TOKENS, positions or DEFAULT_TOKENS))
 
 
-def check(recipe: Recipe, worker: str) -> VerifyResult:
-    """Load the model and run :func:`seqtile.verify` on random tokens: in this process, or under the recipe's engine.
+def check(recipe: Recipe) -> VerifyResult:
+    """Load the model and run :func:`seqtile.verify` on random tokens.
 
     Args:
         recipe: ``max_length`` is the length of the batch and ``batch_size`` its rows.
-        worker: the module that each process of an engine runs.
 
     Raises:
         UserError: bad input, or the batch was not cut, so that nothing was tested.
     """
     from seqtile.verification import verify
 
-    if recipe.engine != "single":
-        from seqtile.train.launch import launch_check
-
-        return launch_check(recipe, worker)
-    if (recipe.nproc or 1) > 1:
-        raise UserError(f"got --nproc {recipe.nproc} without --engine; use --engine ddp, fsdp2, zero2 or zero3")
     model = build_model(recipe)
     result = verify(model, build_batch(recipe, model), tile=recipe.options.tile, seed=recipe.seed)
-    refuse_whole(result)
-    return result
-
-
-def check_rank(recipe: Recipe) -> VerifyResult:
-    """The part of one process that a launcher started; every rank comes to the same verdict."""
-    import torch
-    import torch.distributed as dist
-
-    from seqtile.train.ranks import leave
-    from seqtile.verification.across_ranks import verify_under
-
-    if torch.accelerator.is_available():
-        torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
-    model = build_model(recipe)
-    batch = build_batch(recipe, model, process_rank())
-    dist.init_process_group()
-    if recipe.engine.startswith("zero"):
-        if not torch.accelerator.is_available():
-            os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that it looked for one
-        import deepspeed
-
-        deepspeed.init_distributed()
-    try:
-        result = verify_under(recipe.engine, model, batch, tile=recipe.options.tile, seed=recipe.seed)
-    finally:
-        leave()
-    refuse_whole(result)
-    return result
-
-
-def refuse_whole(result: VerifyResult) -> None:
-    """Raise where no block was cut."""
     if not result.cut:
         raise UserError(f"nothing to verify: {result.ran}; use more --tokens or a smaller --tile")
+    return result
 
 
 def build_model(recipe: Recipe) -> nn.Module:
@@ -134,11 +93,11 @@ def build_model(recipe: Recipe) -> nn.Module:
     return trained
 
 
-def build_batch(recipe: Recipe, model: nn.Module, rank: int = 0) -> dict[str, Tensor]:
-    """Random tokens, other ones on every rank."""
+def build_batch(recipe: Recipe, model: nn.Module) -> dict[str, Tensor]:
+    """Random tokens."""
     import torch
 
     vocabulary = model.config.get_text_config().vocab_size  # type: ignore[operator,union-attr]
-    generator = torch.Generator().manual_seed(recipe.seed + rank)
+    generator = torch.Generator().manual_seed(recipe.seed)
     ids = torch.randint(0, vocabulary, (recipe.batch_size, recipe.max_length), generator=generator)
     return {"input_ids": ids.to(next(model.parameters()).device)}

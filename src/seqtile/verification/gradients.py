@@ -36,7 +36,7 @@ def check_gradients(model: nn.Module) -> list[str]:
 
     Raises:
         UserError: nothing is tiled; or DeepSpeed holds the gradients, where a missing one reads as zeros
-            (``seqtile verify --engine`` compares them there).
+            (:func:`seqtile.verify` compares them before it wraps the model).
     """
     expect_module(model, "check_gradients")
     inside = {id(weight) for weight in _weights_in_tiles(model)}
@@ -45,7 +45,9 @@ def check_gradients(model: nn.Module) -> list[str]:
     weights = {name: weight for name, weight in model.named_parameters() if id(weight) in inside}
     # ZeRO-1 and ZeRO-2 leave the first mark on a parameter, ZeRO-3 the second.
     if any(is_in_zero12(weight) or hasattr(weight, "ds_id") for weight in weights.values()):
-        raise UserError("DeepSpeed owns the gradients, and reads missing ones as zeros; use seqtile verify --engine")
+        raise UserError(
+            "DeepSpeed owns the gradients, and reads missing ones as zeros; call seqtile.verify before it wraps them"
+        )
     # FSDP1 with use_orig_params leaves an empty parameter, without a gradient, on ranks that hold no part of it.
     without = [n for n, weight in weights.items() if weight.requires_grad and weight.grad is None and weight.numel()]
     if without:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,16 +20,6 @@ from seqtile.verification.result import Run
 from seqtile.verification.state import without_dropout
 
 Loss = Callable[[nn.Module, Any], Tensor]
-
-
-class Under(Protocol):
-    """The parts of a step that depend on the engine."""
-
-    def backward(self, loss: Tensor) -> None:
-        """Backward of the loss."""
-
-    def gradients(self) -> dict[str, Tensor | None]:
-        """Whole gradients by name."""
 
 
 class Measured:
@@ -53,7 +43,6 @@ class Measured:
         seed: int,
         *,
         dropout: bool = False,
-        engine: Under | None = None,
     ) -> None:
         inputs = fresh(batch)
         device = next(model.parameters()).device
@@ -65,7 +54,7 @@ class Measured:
         with without_dropout(model, off=not dropout) as self.dropouts:
             with count_products() as self.products, count_live_bytes(device) as self.live:
                 loss = _loss_of(model, inputs) if loss_fn is None else _scalar(loss_fn(model, inputs), "loss_fn")
-                loss.backward() if engine is None else engine.backward(loss)
+                loss.backward()
                 synchronize(device)
         self.seconds = time.perf_counter() - started
         self.ran = what_ran(model)
@@ -75,17 +64,14 @@ class Measured:
         )
         named = inputs if isinstance(inputs, Mapping) else enumerate([inputs] if isinstance(inputs, Tensor) else inputs)
         leaves = {f"batch.{name}": value for name, value in dict(named).items() if isinstance(value, Tensor)}
-        weights = dict(model.named_parameters()) if engine is None else {}
+        weights = dict(model.named_parameters())
         gradients = {name: leaf.grad for name, leaf in {**weights, **leaves}.items() if leaf.requires_grad}
-        if engine is not None:
-            gradients |= engine.gradients()
         self.gradients: dict[str, Tensor | None] = {
             name: None if gradient is None else gradient.detach().cpu() for name, gradient in gradients.items()
         }
         self.gradients["loss"] = loss.detach().double().cpu()
         self.tokens = max((leaf.shape[:2].numel() for leaf in leaves.values() if leaf.dim() > 1), default=1)
-        if engine is None:  # an engine's model is used once
-            model.zero_grad(set_to_none=True)
+        model.zero_grad(set_to_none=True)
 
     def run(self, sizes: BlockSizes) -> Run:
         """The numbers of this run, in the unit of the tiled blocks."""
