@@ -128,7 +128,6 @@ ENTRIES: dict[str, tuple[Callable[[nn.Module], Any], set[str]]] = {
     "patch_tiled_mlp": (
         lambda model: unsloth.patch_tiled_mlp(model, f"shards:{-(-BATCH * LENGTH // BLOCK)}"), {"blocks"}
     ),
-    "patch_mlp": (lambda model: unsloth.patch_mlp(last_mlp(model), num_shards=BATCH * LENGTH // MODULE), {"module"}),
 }  # fmt: skip
 """What is called, and the effects that it has alone."""
 

@@ -309,47 +309,6 @@ def test_doctor_says_what_is_wrong_and_goes_on(
     assert "FAILED: had no effect" in offload and "failed: " in refusal
 
 
-PLUGIN = "plugins: [seqtile.integrations.axolotl.SeqtilePlugin]\n"
-
-
-@pytest.mark.parametrize(("text", "code", "said"), [
-    ("seqtile: {tile: 512}\n", 1, "axolotl before 0.21 ignores seqtile: silently; add seqtile."),
-    ("tiled_mlp: true\nplugins: [other.Plugin]\n", 1, "axolotl before 0.21 runs its own tiled MLP"),
-    ("base_model: x\n", 1, "seqtile does not run"),
-    (PLUGIN + "seqtile: {tyle: 512}\n", 1, "'tyle'; did you mean tile?"),
-    (PLUGIN + "seqtile: true\n", 1, "got bool, expected a mapping"),
-    (PLUGIN + "seqtile: {tile: 512, loss: tiled}\n", 0, "keys under seqtile: are valid"),
-    (PLUGIN + "seqtile: {zzz: 512}\n", 1, "'zzz'. Keys: tile,"),
-    (PLUGIN + "seqtile: {tile: banana}\n", 1, "seqtile: tile='banana' is not a tile rule"),
-    (PLUGIN.replace("[", "").replace("]", "") + "seqtile: {tile: 8}\n", 1, "got str, expected a list of names"),
-    (PLUGIN + "seqtile: {tile: 512}\ntiled_mlp: false\n", 1, "tile would be ignored"),
-    (PLUGIN + "seqtile: {tile: 512}\ntiled_mlp_num_shards: 4\n", 1, "both set the tile size"),
-    (PLUGIN + "seqtile: {loss: tiled}\ncut_cross_entropy: true\n", 1, "both compute the loss"),
-    (PLUGIN + "seqtile: {offload: true}\ngradient_checkpointing: offload\n", 1, "what activation checkpoints keep"),
-    (PLUGIN + "seqtile: {loss_tile: 512}\n", 1, "loss_tile"),
-    (PLUGIN + "seqtile: {max_length: 65536}\n", 0, "keys under seqtile: are valid"),
-    (PLUGIN + "seqtile: {max_length: 65536}\nrl: dpo\n", 1, "plans a supervised step"),
-    (PLUGIN + "seqtile: {heads: '2'}\n", 1, "seqtile.heads: got '2'"),
-    (PLUGIN + "tiled_mlp: true\n", 0, "axolotl loads the plugin"), ("[1]\n", 2, "got list"),
-    ("a: [\n", 2, "cannot be read"),
-])  # fmt: skip
-def test_doctor_reads_an_axolotl_yaml(text: str, code: int, said: str, tmp_path: Path, capsys) -> None:
-    file = tmp_path / "train.yml"
-    file.write_text(text, encoding="utf-8")
-    assert main(["doctor", "--axolotl", str(file)]) == code
-    shown = capsys.readouterr()
-    assert said in " ".join((shown.out + shown.err).split())
-
-
-def test_doctor_knows_that_axolotl_finds_the_plugin_by_itself(tmp_path: Path, monkeypatch, capsys) -> None:
-    monkeypatch.setattr("seqtile.integrations.axolotl_checks.package_version", lambda name: "0.21.0")
-    file = tmp_path / "train.yml"
-    for text, code, said in (("seqtile: {tile: 8}\n", 0, "loads the plugin"), ("a: b\n", 1, "seqtile does not run")):
-        file.write_text(text, encoding="utf-8")
-        assert main(["doctor", "--axolotl", str(file)]) == code
-        assert said in capsys.readouterr().out
-
-
 def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     """Run the command, expect exit code 2 and one sentence on stderr, and return it."""
     capsys.readouterr()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
@@ -34,12 +33,6 @@ def command(
     compat: bool = typer.Option(
         False, "--compat", help="Show the tested versions of each library, and check each feature here."
     ),
-    axolotl: str = typer.Option(
-        "",
-        "--axolotl",
-        metavar="FILE",
-        help="Check that axolotl reads the seqtile: keys of this YAML; exit code 1 if not.",
-    ),
 ) -> None:
     """Show versions and devices, and run each technique once here."""
     from rich import box
@@ -49,9 +42,6 @@ def command(
 
     if compat:
         _show_compat()
-        return
-    if axolotl:
-        _show_axolotl(Path(axolotl))
         return
 
     from seqtile import __version__
@@ -114,52 +104,6 @@ def _show_compat() -> None:
         print(_compat.untested().partition(";")[0])
     if any(result.problem for result in results):
         raise typer.Exit(1)
-
-
-def _show_axolotl(file: Path) -> None:
-    """Check whether axolotl would run seqtile with this YAML, and print why not."""
-    import yaml
-
-    from seqtile._errors import UserError
-    from seqtile.integrations.axolotl_checks import (
-        AXOLOTL_PLUGIN,
-        asks_for_seqtile,
-        check_settings,
-        loads_installed_plugins,
-        unknown_settings,
-    )
-
-    try:
-        cfg = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError(f"--axolotl {file}: cannot be read as YAML ({error})") from None
-    if not isinstance(cfg, dict):
-        raise UserError(f"--axolotl {file}: got {type(cfg).__name__}, expected keys and values")
-    plugins, ours = cfg.get("plugins") or [], cfg.get("seqtile")
-    wrong = []
-    if not isinstance(plugins, list):
-        wrong.append(f"plugins: {plugins!r}: got {type(plugins).__name__}, expected a list of names")
-    elif AXOLOTL_PLUGIN not in plugins and not (loads_installed_plugins() and asks_for_seqtile(cfg)):
-        if "seqtile" in cfg:
-            wrong.append(f"axolotl before 0.21 ignores seqtile: silently; add {AXOLOTL_PLUGIN} to plugins:")
-        elif cfg.get("tiled_mlp"):
-            wrong.append(f"axolotl before 0.21 runs its own tiled MLP; add {AXOLOTL_PLUGIN} to plugins:")
-        else:
-            wrong.append(f"seqtile does not run; add {AXOLOTL_PLUGIN} to plugins:")
-    if ours is not None and not isinstance(ours, dict):
-        wrong.append(f"seqtile: {ours!r}: got {type(ours).__name__}, expected a mapping")
-    elif problem := unknown_settings(ours or {}):
-        wrong.append(f"seqtile: {problem}")
-    else:
-        try:
-            check_settings(cfg)
-        except UserError as error:
-            wrong.append(str(error) if str(error).startswith("seqtile") else f"seqtile: {error}")
-    for line in wrong:
-        print(line)
-    if wrong:
-        raise typer.Exit(1)
-    print(f"{file}: axolotl loads the plugin and the keys under seqtile: are valid")
 
 
 def _device_lines() -> list[str]:

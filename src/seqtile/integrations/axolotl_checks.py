@@ -1,20 +1,16 @@
-"""Checks of axolotl's configuration, for the plugin and ``seqtile doctor --axolotl``.
-
-Nothing here needs axolotl.
-"""
+"""Checks of axolotl's configuration, for the plugin; nothing here needs axolotl."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from pydantic import ConfigDict, ValidationError, create_model, model_validator
 
 from seqtile._errors import UserError
-from seqtile.devices import package_version
 from seqtile.options import DEFAULTS, TilingOptions, file_type, unknown_keys
 from seqtile.rules import Combination, check_combination
 
@@ -35,12 +31,6 @@ def asks_for_seqtile(cfg: Mapping[str, Any]) -> bool:
     return listed or cfg.get("seqtile") is not None or bool(cfg.get("tiled_mlp"))
 
 
-def loads_installed_plugins() -> bool:
-    """Whether the installed axolotl finds plugins by their entry points, listed or not."""
-    version = package_version("axolotl")
-    return version is not None and tuple(map(int, version.split(".")[:2])) >= (0, 21)
-
-
 _SettingKeys = create_model(
     "SettingKeys",
     __config__=ConfigDict(extra="forbid", strict=True),
@@ -56,15 +46,9 @@ class SeqtileSettings(_SettingKeys):  # type: ignore[valid-type,misc]
     @classmethod
     def check_keys(cls, data: Any) -> Any:
         """Name the keys that there are."""
-        if isinstance(data, Mapping) and (sentence := unknown_settings(data)):
-            raise UserError(f"seqtile: {sentence}")
+        if isinstance(data, Mapping) and (sentence := unknown_keys(key for key in data if key != "max_length")):
+            raise UserError(f"seqtile: {sentence}, max_length")
         return data
-
-
-def unknown_settings(keys: Iterable[str]) -> str:
-    """A sentence about keys under ``seqtile:`` that do not exist; "" where each does."""
-    sentence = unknown_keys(key for key in keys if key != "max_length")
-    return sentence and f"{sentence}, max_length"
 
 
 def check_settings(cfg: Mapping[str, Any]) -> None:
