@@ -5,7 +5,6 @@ Run it from the repository::
     python benchmarks/plan_accuracy.py                     # all cells, into benchmarks/results; then docs/tables.py
     python benchmarks/plan_accuracy.py --hybrid            # models whose layers carry a state
     python benchmarks/plan_accuracy.py --pictures          # models that read pictures
-    python benchmarks/plan_accuracy.py --encoders          # masked language models
     python benchmarks/plan_accuracy.py --only llama        # some, printed only
     python benchmarks/plan_accuracy.py --plan              # the plan again, beside what was measured; --hybrid too
 
@@ -118,15 +117,6 @@ PICTURE_MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
 }  # fmt: skip
 """By type of model that reads pictures: its language model and its vision tower."""
-_NO_DROPOUT = {"attention_probs_dropout_prob": 0.0}  # the CPU's kernel has none, and falls back to products
-ENCODERS: dict[str, dict[str, Any]] = {
-    "bert": _NO_DROPOUT,
-    "roberta": {"pad_token_id": 1, "type_vocab_size": 1, **_NO_DROPOUT},
-    "modernbert": {"num_hidden_layers": 11, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2},
-    "distilbert": {"dim": 128, "hidden_dim": 352, "n_layers": 5, "n_heads": 4, "attention_dropout": 0.0},
-    "electra": {"embedding_size": 128},
-}  # fmt: skip
-"""Encoders, with the dropouts that they have by default but in attention under a kernel."""
 HYBRID_TOKENS = {"recurrent_gemma": 768, "jamba": 768, "kimi_linear": 1536}
 """Shorter rows where the PyTorch path is slow on real tensors; all are whole chunks of a scan, up to which it pads."""
 EXPERTS = ("mixtral", "qwen3_moe", "minimax")
@@ -158,7 +148,7 @@ class Cell:
     """One step to predict and to measure.
 
     Attributes:
-        model: a type of :data:`MODELS`, :data:`HYBRIDS`, :data:`PICTURE_MODELS` or :data:`ENCODERS`.
+        model: a type of :data:`MODELS`, :data:`HYBRIDS` or :data:`PICTURE_MODELS`.
         tokens: of each row.
         technique: one of :data:`TECHNIQUES`.
         lora: adapters instead of every weight.
@@ -167,7 +157,6 @@ class Cell:
         batch: rows of a micro-batch.
         accumulation: micro-batches per update.
         pictures: in each row, of 224 x 168 pixels where a model takes any size.
-        attention: of :attr:`seqtile.planner.step_config.Setup.attention`.
     """
 
     model: str
@@ -179,7 +168,6 @@ class Cell:
     batch: int = 1
     accumulation: int = 1
     pictures: int = 0
-    attention: str = "sdpa"
 
     def setup(self) -> Setup:
         pictures = read_pictures(self.config(), self.pictures, (224, 168)) if self.pictures else None
@@ -187,7 +175,7 @@ class Cell:
             dtype=torch.bfloat16 if self.precision == "bfloat16" else torch.float32,
             autocast=self.precision == "autocast", options=TECHNIQUES[self.technique],
             lora=Lora(8) if self.lora else None, optimizer=self.optimizer, batch=self.batch,
-            accumulation=self.accumulation, pictures=pictures, attention=self.attention,
+            accumulation=self.accumulation, pictures=pictures,
         )  # fmt: skip
 
     def config(self) -> Any:
@@ -198,8 +186,7 @@ class Cell:
             one = "image_token_index" if "model_type" in text else "image_token_id"
             more |= {"mm_tokens_per_image": 4} if self.model == "gemma3" else {}
             return AutoConfig.for_model(self.model, text_config=text, vision_config=vision, **{one: 1000, **more})
-        known = {"num_hidden_layers": 8, **HYBRIDS[self.model]} if self.model in HYBRIDS else (
-            MODELS | ENCODERS)[self.model]  # fmt: skip
+        known = {"num_hidden_layers": 8, **HYBRIDS[self.model]} if self.model in HYBRIDS else MODELS[self.model]
         return AutoConfig.for_model(self.model, **{**COMMON, **known})
 
 
@@ -239,28 +226,6 @@ def hybrid_cells() -> list[Cell]:
         for model in HYBRIDS
     ]
     return sorted(cells, key=lambda cell: cell.model in HYBRID_TOKENS)
-
-
-def encoder_cells() -> list[Cell]:
-    """Encoders trained whole and by adapters, with and without checkpoints and tiles, under each attention."""
-    return [
-        Cell("bert", 2500, "none", False),
-        Cell("bert", 3000, "MLP, checkpoints", False, precision="autocast", batch=3),
-        Cell("bert", 4096, "checkpoints", True, precision="bfloat16", batch=3),
-        Cell("bert", 3000, "MLP, attention saved", False, "sgd", "autocast", accumulation=2),
-        Cell("bert", 700, "MLP", True, precision="autocast", batch=3, attention="eager"),
-        Cell("roberta", 3000, "none", True, "adafactor", precision="autocast", batch=3),
-        Cell("roberta", 4096, "MLP", False, "sgd", precision="bfloat16", accumulation=2),
-        Cell("roberta", 2500, "MLP, checkpoints", True, batch=3),
-        Cell("roberta", 3000, "checkpoints", False, precision="autocast", attention="flash"),
-        Cell("modernbert", 3000, "none", False, precision="autocast", attention="flash"),
-        Cell("modernbert", 2500, "MLP, checkpoints", False, batch=3, attention="flash"),
-        Cell("modernbert", 1500, "MLP, checkpoints", True, precision="bfloat16"),
-        Cell("modernbert", 1500, "none", False, "sgd", batch=3),
-        Cell("modernbert", 4096, "MLP, attention saved", True, precision="autocast", attention="flash"),
-        Cell("distilbert", 2500, "MLP, checkpoints", False, precision="autocast", batch=3),
-        Cell("electra", 700, "MLP", False, batch=3),
-    ]
 
 
 def picture_cells() -> list[Cell]:
@@ -377,7 +342,7 @@ def plan_again(grid: Grid) -> None:
 def _cell_of(row: dict[str, Any]) -> Cell | None:
     """The cell of a row of results, None of one that is no longer run."""
     try:
-        filled: dict[str, Any] = {"pictures": 0, "attention": "sdpa"} | row
+        filled: dict[str, Any] = {"pictures": 0} | row
         return Cell(**{field.name: filled[field.name] for field in fields(Cell)})
     except KeyError:
         return None
@@ -389,12 +354,11 @@ def main() -> int:
     parser.add_argument("--only", help="cells whose description holds this word; nothing is written")
     parser.add_argument("--hybrid", action="store_true", help="models whose layers carry a state")
     parser.add_argument("--pictures", action="store_true", help="models that read pictures")
-    parser.add_argument("--encoders", action="store_true", help="masked language models")
     parser.add_argument("--plan", action="store_true", help="measure nothing: only plan again")
     options = parser.parse_args()
     torch.set_num_threads(1)
     grid = Grid("plan-cpu", all_cells())
-    for kind, cells in (("hybrid", hybrid_cells), ("pictures", picture_cells), ("encoders", encoder_cells)):
+    for kind, cells in (("hybrid", hybrid_cells), ("pictures", picture_cells)):
         if getattr(options, kind):
             grid = Grid(f"plan-cpu-{kind}", cells())
     if options.plan:

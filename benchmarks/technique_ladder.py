@@ -20,7 +20,7 @@ from seqtile._errors import UserError
 from seqtile.headwise.install_heads import runs_on_some_heads
 from seqtile.options import changed
 from seqtile.planner.memory_plan import Planner
-from seqtile.planner.request import Request, attention_cannot_be_saved, refuse_encoder
+from seqtile.planner.request import Request, attention_cannot_be_saved
 from seqtile.planner.techniques import ABLATION, BASELINE, LAYER_CHECKPOINTS, Technique
 
 GIB = 2**30
@@ -250,7 +250,6 @@ def plan_ladder(arguments: argparse.Namespace) -> list[Row]:
         sp_size=arguments.sp_size, lora=parse_adapters(arguments.lora) if arguments.lora else None,
         engine_offload=engine_offload, options=replace(Request.options, offload=on_host),
     )  # fmt: skip
-    refuse_encoder(request.config, arguments.model, "technique_ladder.py adds techniques to steps of")
     now = stamp(environment())
     file = arguments.out / f"ladder-{datetime.now(UTC):%Y%m%d-%H%M%S}.jsonl"
     rows = run_ladder(request, now, file, lambda text: print(text, file=sys.stderr))

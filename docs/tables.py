@@ -21,7 +21,6 @@ ACCURACY = {
     "plan-cpu": "decoders, experts",
     "plan-cpu-hybrid": "layers with a state",
     "plan-cpu-pictures": "vision-language models",
-    "plan-cpu-encoders": "encoders",
     "plan-engines": "DDP, FSDP2, ZeRO, two processes",
 }
 

@@ -35,10 +35,10 @@ from seqtile.install.report import Report
 from seqtile.lm_loss.tiled_loss import find_causal_lms
 from seqtile.options import DEFAULTS, TilingOptions, unknown_keys
 from seqtile.planner.accelerators import DEVICES, Device, find_device
-from seqtile.planner.encoders import in_one_sentence
 from seqtile.planner.estimate import Estimate
 from seqtile.planner.explain import next_step, planned_offload
 from seqtile.planner.ladder import CHOSEN, DoesNotFit, choose_rung
+from seqtile.planner.model_errors import in_one_sentence
 from seqtile.planner.names import STATE_BYTES
 from seqtile.planner.phases import causal_model
 from seqtile.planner.request import Request, refuse_encoder
@@ -274,7 +274,7 @@ def describe(
             "one from its config); use seqtile.apply"
         )
     model_name = str(getattr(config, "name_or_path", "") or type(causal).__name__)
-    refuse_encoder(config, model_name, "fit is for")
+    refuse_encoder(config, model_name)
     parameters = [*model.parameters()]
     experts_packed = bool(packed_experts(model))
     four_bit = experts_packed or any(type(weight).__name__ == "Params4bit" for weight in parameters)

@@ -23,7 +23,7 @@ from seqtile.install.apply import carries
 from seqtile.options import TilingOptions
 from seqtile.planner.sharding_terms import CONTEXT
 from seqtile.planner.step_config import Lora
-from zoo import causal_lm
+from zoo import causal_lm, with_encoder
 
 LAYERS, TOKENS, HIDDEN, INTERMEDIATE, VOCABULARY = 3, 4096, 128, 1024, 2048
 MIB, GIB = 2**20, 2**30
@@ -303,3 +303,8 @@ def test_the_callback_asks_for_what_its_trainer_does(tmp_path: Path) -> None:
         OtherArguments(
             model=trainer.model, args=trainer.args, callbacks=[seqtile.TilingCallback(max_length=64, device="16GiB")]
         )
+
+
+def test_an_encoder_is_refused() -> None:
+    with pytest.raises(UserError, match=r"is an encoder \(bert\)"):
+        seqtile.fit(with_encoder("bert"), max_length=64)

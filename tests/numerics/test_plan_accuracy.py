@@ -11,10 +11,9 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from transformers import CONFIG_MAPPING, MODEL_FOR_MASKED_LM_MAPPING, AutoConfig
+from transformers import CONFIG_MAPPING, AutoConfig
 
 import plan_published
-from seqtile._compat import attention_is_exchangeable
 from seqtile.cli.option_flags import options_of
 from seqtile.planner.accelerators import Device
 from seqtile.planner.memory_plan import Planner
@@ -53,7 +52,6 @@ def test_every_measured_cell_is_within_the_bounds() -> None:
     for name, cells in (
         ("plan-cpu", CELLS),
         ("plan-cpu-hybrid", plan_accuracy.hybrid_cells()),
-        ("plan-cpu-encoders", plan_accuracy.encoder_cells()),
     ):
         found = plan_accuracy.Grid(name, cells).results.read_text(encoding="utf-8").splitlines()
         for row in map(json.loads, found):
@@ -118,36 +116,6 @@ def test_layers_with_a_state_are_predicted(model: str) -> None:
         pytest.skip(f"transformers has no {model}")
     row = plan_accuracy.run_cell(next(cell for cell in plan_accuracy.hybrid_cells() if cell.model == model))
     assert abs(row["error"]) <= 0.02
-
-
-# ModernBERT in transformers 5.0 is decorated with torch.compile, and torch's own inductor warns of torch.jit.
-@pytest.mark.filterwarnings("ignore:.torch.jit.script.* is deprecated")
-@pytest.mark.parametrize(
-    "cell",
-    [
-        # Its MLP is two children of a layer, whose tiles the plan has to find where no checkpoint hides them.
-        plan_accuracy.Cell("bert", 700, "MLP", True, precision="autocast", batch=3, attention="eager"),
-        plan_accuracy.Cell("roberta", 3000, "checkpoints", False, precision="autocast", attention="flash"),
-        plan_accuracy.Cell("modernbert", 1500, "MLP, checkpoints", True, precision="bfloat16"),
-    ],
-    ids=str,
-)
-def test_encoders_are_predicted(cell: Any) -> None:
-    kind = MODEL_FOR_MASKED_LM_MAPPING[CONFIG_MAPPING[cell.model]]
-    if not attention_is_exchangeable(kind):
-        pytest.skip(f"{kind.__name__} of this Transformers computes attention in code of its own")
-    row = plan_accuracy.run_cell(cell)
-    assert -0.005 <= row["error"] <= 0.01
-    assert row["tokens"] not in row["fake_lengths"]
-
-
-def test_the_rows_of_encoders_are_all_cells() -> None:
-    cells = plan_accuracy.encoder_cells()
-    rows = plan_accuracy.Grid("plan-cpu-encoders", cells).results.read_text(encoding="utf-8").splitlines()
-    assert {plan_accuracy._cell_of(json.loads(row)) for row in rows} == set(cells)
-    assert len(cells) >= 16 and {cell.model for cell in cells} == set(plan_accuracy.ENCODERS)
-    for name in ("technique", "lora", "precision", "batch", "accumulation", "attention"):
-        assert len({getattr(cell, name) for cell in cells}) > 1, name
 
 
 def test_layers_whose_heads_differ_are_predicted() -> None:

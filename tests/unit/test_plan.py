@@ -35,7 +35,7 @@ from seqtile.planner.fake_step import build, fake_step
 from seqtile.planner.flops import forward_of_layers
 from seqtile.planner.layer_structure import count_weights
 from seqtile.planner.memory_plan import WORTH, Estimate, Planner, choose_attention_saved, plan
-from seqtile.planner.model_shapes import NAMED, read_config
+from seqtile.planner.model_shapes import NAMED, is_masked_lm, read_config
 from seqtile.planner.names import STATE_BYTES
 from seqtile.planner.phases import Phase
 from seqtile.planner.plan_plot import colours_of
@@ -290,7 +290,7 @@ def test_where_nothing_fits_json_is_one_object_with_what_limits_it(
     [
         ("bart", "an encoder-decoder"),
         ("whisper", "an encoder-decoder"),
-        ("vit", "not a causal or masked language model"),
+        ("vit", "not a causal language model"),
         ("llava", "pass its images too (seqtile plan --images N)"),
     ],
 )
@@ -301,6 +301,24 @@ def test_what_is_no_language_model_of_one_length_is_refused(
     assert main(["plan", "--model", str(tmp_path), "--device", "h100"]) == 2
     shown = capsys.readouterr().err
     assert words in shown and shown.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [[], ["--max-length", "4096"], ["--loss", "grpo"], ["--images", "2"], ["--engine", "zero3", "--gpus", "2"]],
+    ids=" ".join,
+)
+def test_an_encoder_is_refused_in_one_sentence(
+    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    AutoConfig.for_model("bert", num_hidden_layers=2).save_pretrained(tmp_path)
+    assert main(["plan", "--model", str(tmp_path), "--device", "h100", *flags]) == 2
+    shown = capsys.readouterr().err
+    assert "is an encoder (bert)" in shown and shown.count("\n") == 1
+    given, _ = build_recipe({"model": str(tmp_path), "dataset": "d.jsonl", "max_length": 128}, {})
+    with pytest.raises(UserError, match=r"is an encoder \(bert\)"):
+        planned_again(resolve(given), memory=2**30)
+    assert not is_masked_lm(AutoConfig.for_model("bert", is_decoder=True)), "what may be a decoder is no encoder then"
 
 
 @pytest.mark.skipif(version("transformers").startswith("5.0."), reason="5.0 calls no loss function in this model")

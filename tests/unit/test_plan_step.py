@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,8 +20,8 @@ from seqtile.options import changed
 from seqtile.planner.extrapolate import fit_lines
 from seqtile.planner.fake_step import build, build_bare, fake_step, real_step
 from seqtile.planner.layer_structure import find_depths, first_layers
-from seqtile.planner.live_at_peaks import track
-from seqtile.planner.phases import REST, Phase
+from seqtile.planner.live_at_peaks import CHECKPOINTS, track
+from seqtile.planner.phases import HEAD, REST, Phase
 from seqtile.planner.step_config import Lora, Setup
 
 LENGTH = 256
@@ -234,3 +235,28 @@ def test_weights_are_drawn_on_the_device_and_nowhere_else(family: str, lora: Lor
         model = build(config, Setup(lora=lora), "meta").model
     assert made.largest["meta"] >= max(weight.numel() for weight in model.parameters())
     assert made.largest.get("cpu", 0) < zoo.HIDDEN, "only numbers of a configuration"
+
+
+@pytest.mark.parametrize(("dropout", "more"), [("resid_pdrop", 4), ("embd_pdrop", 1), ("attn_pdrop", 0)])
+def test_dropout_on_an_accelerator_keeps_a_byte_an_element(dropout: str, more: int) -> None:
+    """In fp32 the CPU keeps four, and an attention kernel keeps none."""
+    off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    how = setup(**UNTILED, loss=None, checkpoint=None, attention="flash", device_type="cuda", batch=2)
+    steps = [fake_step(config_of("gpt2", **{**off, **on}), how, 160) for on in ({}, {dropout: 0.1})]
+    assert not any(step.square for step in steps)
+    # Embeddings, and after attention and MLP of both layers; a dropout's result takes the place of its input.
+    head = Phase(HEAD, direction="forward")
+    grown = steps[1].peaks[head].total - steps[0].peaks[head].total
+    assert grown == more * 2 * 160 * zoo.HIDDEN
+
+
+def test_autocast_on_an_accelerator_norms_in_fp32() -> None:
+    """Adapters on a frozen model in bf16: its LayerNorms return fp32 there, bf16 on a CPU."""
+    how = replace(setup(lora=Lora(4), attention="flash", batch=2), dtype=torch.bfloat16, autocast=True)
+    config = config_of("opt", do_layer_norm_before=False)  # so that the second layer's checkpoint is a norm's result
+    here, there = (
+        fake_step(config, replace(how, device_type=kind), 160).peaks[Phase(HEAD, direction="forward")].terms
+        for kind in ("cpu", "cuda")
+    )
+    of_a_layer = 2 * 160 * zoo.HIDDEN
+    assert here[CHECKPOINTS] == (2 + 2) * of_a_layer and there[CHECKPOINTS] == (2 + 4) * of_a_layer

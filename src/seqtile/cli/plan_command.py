@@ -86,7 +86,7 @@ def command(
     from pathlib import Path
 
     from seqtile.planner.accelerators import find_device
-    from seqtile.planner.model_shapes import is_masked_lm, max_positions, named_positions, read_config
+    from seqtile.planner.model_shapes import max_positions, named_positions, read_config
     from seqtile.planner.names import check_names, split_offload
 
     # Names, numbers and paths are checked first: importing what runs the step takes seconds.
@@ -130,17 +130,16 @@ def command(
     with status(json, "reading the model's configuration") as progress:
         adapters = parse_adapters(lora) if lora is not None else parse_adapters("16") if qlora else None
         from seqtile.planner.pictures import read_pictures
-        from seqtile.planner.request import Request
+        from seqtile.planner.request import Request, refuse_encoder
         from seqtile.planner.rope_scaling import scale_positions, scaling_for
         from seqtile.planner.step_config import Grpo
 
         logging.getLogger("transformers").setLevel(logging.ERROR)
         config = read_config(model)
-        if is_masked_lm(config) and policy is None:
-            tiling = replace(tiling, loss=None)  # the default is for causal language models
+        refuse_encoder(config, model)
         rope_scaling, own_positions = None, named_positions(model) or max_positions(config)
         if max_length is not None and max_length > (max_positions(config) or max_length):
-            rope_scaling = None if is_masked_lm(config) else scaling_for(config, max_length)
+            rope_scaling = scaling_for(config, max_length)
             if rope_scaling is not None:
                 scale_positions(config, rope_scaling, model)
         request = Request(
@@ -161,10 +160,10 @@ def command(
             )
         progress("running the step on shapes")
         from seqtile.cli import plan_show as show
-        from seqtile.planner.encoders import in_one_sentence
         from seqtile.planner.explain import next_step
         from seqtile.planner.memory_plan import longest_by_split, why_nothing_fits
         from seqtile.planner.memory_plan import plan as make_plan
+        from seqtile.planner.model_errors import in_one_sentence
 
         with in_one_sentence(config):
             planner, estimate, longest, limit, saving = make_plan(request, max_length)

@@ -10,11 +10,11 @@ from seqtile.checkpointing.keep_attention import wide_heads
 from seqtile.install.loss_and_checkpoints import recomputed
 from seqtile.ops.attention.backends import recommended
 from seqtile.options import DEFAULTS, WRITTEN, offload_of
-from seqtile.planner.encoders import in_one_sentence
 from seqtile.planner.estimate import Estimate
 from seqtile.planner.kinds import step_kinds_of
 from seqtile.planner.live_at_peaks import CHECKPOINTS, KEPT, KEPT_TILES
 from seqtile.planner.memory_plan import LONGEST, Planner
+from seqtile.planner.model_errors import in_one_sentence
 from seqtile.planner.model_shapes import named_scaling
 from seqtile.planner.request import Request
 from seqtile.planner.rope_scaling import scaling_for
@@ -45,7 +45,7 @@ NOT_MODELLED = (
 
 def not_modelled(request: Request, estimate: Estimate) -> list[str]:
     """What this plan does not include."""
-    lacks = list(NOT_MODELLED if request.pictures is None and not request.masked else NOT_MODELLED[:-1])
+    lacks = list(NOT_MODELLED if request.pictures is None else NOT_MODELLED[:-1])
     if estimate.square:
         lacks.append(
             f"anything below the [tokens, tokens] mask that {request.attention} attention builds for this model "
@@ -55,7 +55,7 @@ def not_modelled(request: Request, estimate: Estimate) -> list[str]:
         lacks.append(wide)
     for step_kind in step_kinds_of(request.config, request.setup()):
         lacks += step_kind.not_modelled(request)
-    if request.attention == "sdpa" and request.grpo is None and not request.masked:
+    if request.attention == "sdpa" and request.grpo is None:
         lacks.append("the [tokens, tokens] mask that sdpa builds for packed documents (16 GiB at 131,072 tokens)")
     if request.engine == "single" or not request.sharded:
         return lacks
@@ -145,7 +145,7 @@ def proposals(planner: Planner) -> list[Technique]:
         f"{'' if request.engine == 'zero3' else '--engine zero3 '}--sp-size {double}",
     )
     order = (
-        (TILED_LOSS, options.loss is None and not request.masked),
+        (TILED_LOSS, options.loss is None),
         (sleeping(request.grpo), request.grpo is not None and request.grpo.generator == "colocate"),
         (FLASH_ATTENTION, request.attention in ("sdpa", "eager")),
         (LAYER_CHECKPOINTS, options.checkpoint != "layer"),
@@ -156,7 +156,7 @@ def proposals(planner: Planner) -> list[Technique]:
         (WEIGHTS_ON_HOST, can_stream(request) and not options.weights_on_host),
         (OPTIMIZER_ON_HOST, request.sharded and "optimizer" not in request.engine_offload),
         (ZERO3, request.gpus > 1 and request.engine in ("ddp", "zero2")),
-        (sequence, request.gpus > request.split and request.cp_size == 1 and not request.masked),
+        (sequence, request.gpus > request.split and request.cp_size == 1),
         (EIGHT_BIT_STATES, request.optimizer == "adamw" and request.lora is None and not idle_states),
         (MINIMAL_MEMORY, untouched),
     )

@@ -27,7 +27,6 @@ from seqtile.ops.attention.prefix import KeyValues
 from seqtile.ops.grad_accumulator import LOW, as_on_an_accelerator, products_sum_in_fp32
 from seqtile.ops.mlp_tile import Pass as MlpPass
 from seqtile.planner.accelerator_functions import accelerator_functions
-from seqtile.planner.encoders import lengthen_positions
 from seqtile.planner.flash_shapes import register_flash_shapes as register_flash
 from seqtile.planner.kinds import step_kinds_of
 from seqtile.planner.layer_structure import LayerSample, first_layers
@@ -109,19 +108,18 @@ def build_bare(config: Any, setup: Setup, device: str, sample: LayerSample | Non
     """The model as Transformers makes it, with all its layers or those of a ``sample``.
 
     Raises:
-        UserError: it cannot, or it is no causal or masked language model.
+        UserError: it cannot, or it is no causal language model.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
-    masked = is_masked_lm(config) and not towers_of(config)
     both = bool(getattr(config, "is_encoder_decoder", False))
     causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and not is_masked_lm(config)
-    if both or not (masked or causal or setup.pictures is not None or hasattr(config, "auto_map")):
-        what, instead = "not a causal or masked language model of transformers", "the configuration of one"
+    if both or not (causal or setup.pictures is not None or hasattr(config, "auto_map")):
+        what, instead = "not a causal language model of transformers", "the configuration of one"
         if both:
             what = "an encoder-decoder with two sequence lengths"
         elif is_masked_lm(config):
-            what = "an encoder with a vision tower"
+            what = "an encoder"
         elif config.model_type in ANY_SIZE + ONE_SIZE:
             what = "a language model with a vision tower"
             instead = "its images too (seqtile plan --images N)"
@@ -129,8 +127,7 @@ def build_bare(config: Any, setup: Setup, device: str, sample: LayerSample | Non
             what = "a language model with a vision or audio tower"
             instead = f"that of its language model alone ({text.model_type}), and count image tokens as text"
         raise UserError(
-            f"model type {config.model_type!r} is {what}, and plans support causal and masked language models; pass "
-            f"{instead}"
+            f"model type {config.model_type!r} is {what}, and plans support causal language models; pass {instead}"
         )
     if getattr(config.get_text_config(), "hidden_size_per_layer_input", None):
         raise UserError(
@@ -147,10 +144,6 @@ def build_bare(config: Any, setup: Setup, device: str, sample: LayerSample | Non
     classes = [auto for step_kind in step_kinds_of(config, setup) if (auto := step_kind.auto_class(config)) is not None]
     auto_class: Any = classes[0] if classes else AutoModelForCausalLM
     whole, config = config, copy.deepcopy(config) if sample is None else first_layers(config, max(sample.like) + 1)
-    if getattr(
-        config, "sparse_prediction", False
-    ):  # ModernBERT's logits of masked tokens only, whose number no shape determines
-        config.sparse_prediction = False  # as many as tokens at most, which the plan's notes say
     config.use_cache = False
     config.get_text_config().use_cache = False
     try:
@@ -216,7 +209,6 @@ def fake_step(
         ):
             with live.phase(Phase(WEIGHTS)):
                 make_fake(built.model)
-            lengthen_positions(built.model, tokens)
             for step_kind in kinds:
                 running.enter_context(step_kind.running(built.model, setup, tokens))
             middle = MiddleTiles(live)

@@ -60,11 +60,11 @@ def count_work(request: Request, counts: Counts, tokens: int) -> Work:
     Each weight costs 2 a token forward, 2 for the input's gradient, 2 for its own where it trains; a checkpoint
     computes decoder layers once more but for their last product, and attention's kernel once more unless its output
     is kept. A causal attention costs ``2 * tokens**2 * heads * width`` forward and 2.5 times that backward
-    (FlashAttention recomputes its scores); that of an encoder, which reads the whole row, twice as much. The scan of a
-    layer with a state is not counted: it is linear in the tokens, and small beside the layer's products. A step of GRPO
-    computes the logits again in the backward, and every row once more for each forward that scores it; generation is
-    not counted. Segments of chunked layers project queries, keys and values of their first layer once more where it has
-    attention, and compute the last product of every layer but their last one again.
+    (FlashAttention recomputes its scores). The scan of a layer with a state is not counted: it is linear in the tokens,
+    and small beside the layer's products. A step of GRPO computes the logits again in the backward, and every row once
+    more for each forward that scores it; generation is not counted. Segments of chunked layers project queries, keys
+    and values of their first layer once more where it has attention, and compute the last product of every layer but
+    their last one again.
     """
     rows = request.batch * tokens
     inside = counts.active - counts.vocabulary * counts.hidden
@@ -83,7 +83,7 @@ def count_work(request: Request, counts: Counts, tokens: int) -> Work:
     projections = counts.hidden * counts.head_width * (counts.heads + 2 * counts.key_heads)
     products += rows * 2 * projections * segments * counts.attentions / counts.layers
     products += scored * rows * 2 * counts.active
-    of_a_head = (2.0 if counts.causal else 4.0) * tokens**2 * counts.head_width
+    of_a_head = 2.0 * tokens**2 * counts.head_width
     attention = request.batch * of_a_head * counts.heads * counts.attentions
     layer_bytes = LAYER_BYTES["kernels" if options.tiled or request.liger else "pytorch"]
     logit_bytes = LOGIT_BYTES["pytorch" if options.loss is None else "kernels"]

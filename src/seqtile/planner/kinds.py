@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from seqtile.planner.encoders import EncoderStep
 from seqtile.planner.grpo import GrpoStep
 from seqtile.planner.pictures import PictureStep
 from seqtile.planner.scans import ScanStep
 from seqtile.planner.step_config import Setup
 from seqtile.planner.step_kind import StepKind
 
-KINDS: tuple[StepKind, ...] = (EncoderStep(), PictureStep(), GrpoStep(), ScanStep())
+KINDS: tuple[StepKind, ...] = (PictureStep(), GrpoStep(), ScanStep())
 """To add one: a subclass of :class:`.StepKind` in a module of its own, and its instance here."""
 
 

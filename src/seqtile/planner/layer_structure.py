@@ -13,7 +13,6 @@ from transformers.pytorch_utils import Conv1D
 
 from seqtile._errors import UserError
 from seqtile.checkpointing.keep_attention import largest_of_layers
-from seqtile.planner.model_shapes import is_masked_lm
 from seqtile.planner.phases import Phase
 from seqtile.recognise.decoder_layers import DecoderLayer, decoder_layers
 from seqtile.recognise.packed_experts import packable_experts, whole_experts
@@ -162,12 +161,6 @@ def find_depths(config: Any, model: nn.Module, segment: int = 1) -> Depths:
         raise UserError(
             f"found no list of layers (with attention or a state) in {type(model).__name__}; plan another model"
         )
-    depth = getattr(config, "num_hidden_layers", None)
-    if is_masked_lm(config) and len(layers) != depth:
-        raise UserError(
-            f"{type(model).__name__} has {len(layers)} distinct layers for a depth of {depth}, which plans do not "
-            "support; plan another encoder"
-        )
     types = list(getattr(config.get_text_config(), "layer_types", None) or ())
     modules = [model.get_submodule(layer.name) for layer in layers]
     structures: list[Any] = [_signature(module) for module in modules]
@@ -223,7 +216,6 @@ class Counts:
         layers, hidden, vocabulary: of the model.
         heads, key_heads, head_width: of the model, the most where its layers differ.
         attentions: decoder layers with attention; the others carry a state, or are an MLP alone.
-        causal: whether a token reads those before it alone.
     """
 
     weights: int
@@ -246,7 +238,6 @@ class Counts:
     head_width: int
     vocabulary: int
     attentions: int
-    causal: bool
 
 
 def count_layers(depths: Depths, counts: Sequence[Counts]) -> Counts:
@@ -307,7 +298,6 @@ def count_weights(config: Any, model: nn.Module) -> Counts:
         head_width=int(largest_of_layers(text, "head_dim") or hidden // heads),
         vocabulary=int(text.vocab_size),
         attentions=sum(any(not mixer.has_state for mixer in layer.mixers) for layer in decoder),
-        causal=not is_masked_lm(config),
     )
 
 

@@ -118,22 +118,12 @@ def is_masked_lm(config: Any) -> bool:
     return config.model_type in KNOWN and not decodes
 
 
-BEHIND_PADDING = (
-    "camembert", "data2vec-text", "esm", "ibert", "longformer", "luke", "mpnet", "roberta", "roberta-prelayernorm",
-    "xlm-roberta", "xlm-roberta-xl", "xmod",
-)  # fmt: skip
-"""Model types whose first position is the one behind that of padding: of RoBERTa's 514 a row can have 512."""
-
-
 def max_positions(config: Any) -> int | None:
     """How many positions a row can have, the model's own RoPE scaling included; None where it has no limit."""
     text = config.get_text_config()
     limit = getattr(text, "max_position_embeddings", None)
     if not isinstance(limit, int) or limit < 1:
         return None
-    if config.model_type in BEHIND_PADDING and getattr(config, "position_embedding_type", "absolute") == "absolute":
-        padding = 1 if config.model_type == "mpnet" else getattr(config, "pad_token_id", None)
-        return limit - 1 - padding if padding is not None else limit
     rope = getattr(text, "rope_parameters", None) or {}
     scaled = [0]
     for parameters in [rope, *(value for value in rope.values() if isinstance(value, dict))]:

@@ -101,14 +101,9 @@ class Request:
         return max(self.sp_size, self.cp_size)
 
     @property
-    def masked(self) -> bool:
-        """Whether it trains an encoder, as a masked language model."""
-        return is_masked_lm(self.config)
-
-    @property
     def has_recipe(self) -> bool:
-        """Whether ``seqtile train`` runs it: a supervised step of a causal language model on text."""
-        return self.grpo is None and self.pictures is None and not self.masked
+        """Whether ``seqtile train`` runs it: a supervised step on text."""
+        return self.grpo is None and self.pictures is None
 
     @property
     def sharded(self) -> bool:
@@ -195,21 +190,16 @@ def check_request_combination(request: Request, max_length: int | None) -> None:
     check_combination(request.combination(max_length, facts))
 
 
-def refuse_encoder(config: Any, model: str, what: str) -> None:
-    """Refuse an encoder where only causal language models train.
-
-    Args:
-        config: of the model.
-        model: as the user named it.
-        what: what is of causal language models, as the beginning of a sentence.
+def refuse_encoder(config: Any, model: str) -> None:
+    """Refuse an encoder where only causal language models are planned and trained.
 
     Raises:
         UserError: it is one.
     """
     if is_masked_lm(config):
         raise UserError(
-            f"{what} causal language models, but {model!r} is an encoder ({config.model_type}); plan it with "
-            "seqtile plan, and train it with transformers' Trainer after seqtile.apply"
+            f"plans and seqtile train are for causal language models, but {model!r} is an encoder "
+            f"({config.model_type}); train it with transformers' Trainer after seqtile.apply"
         )
 
 

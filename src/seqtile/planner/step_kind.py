@@ -1,4 +1,4 @@
-"""The interface of a kind of step: GRPO, encoders, pictures, layers with a state."""
+"""The interface of a kind of step: GRPO, pictures, layers with a state."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def request_of(recipe: Recipe, memory: int | None = None, nodes: int = 1) -> Req
         UserError: something that no plan knows.
     """
     from seqtile.fitting import planned_attention, planned_optimizer
-    from seqtile.planner.request import Request, refuse_encoder
+    from seqtile.planner.request import Request
     from seqtile.planner.step_config import Lora
     from seqtile.train.load import load_config
 
@@ -88,7 +88,6 @@ def request_of(recipe: Recipe, memory: int | None = None, nodes: int = 1) -> Req
     if quantised and not (four_bit and recipe.lora):
         raise UserError("--fit supports no other quantization than 4-bit weights with lora; drop --fit")
     config = load_config(recipe)
-    refuse_encoder(config, recipe.model, "seqtile train trains")
     lora = None
     if (adapters := recipe.lora) is not None:
         lora = Lora(adapters.r, adapters.target_modules, adapters.alpha, adapters.dropout)

@@ -313,7 +313,7 @@ def auto_class(config: Any, recipe: Recipe) -> Any:
 
     from seqtile.planner.request import refuse_encoder
 
-    refuse_encoder(config, recipe.model, "seqtile train trains")
+    refuse_encoder(config, recipe.model)
     code = getattr(config, "auto_map", None) or {}
     if type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in code:
         return transformers.AutoModelForCausalLM
