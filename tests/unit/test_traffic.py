@@ -119,27 +119,20 @@ def test_the_emitted_recipe_trains(ring: Planner) -> None:
     assert (chosen.engine, chosen.nproc, chosen.cp_size, chosen.attn_implementation) == ("fsdp2", 8, 8, "sdpa")
 
 
-def test_the_command_plans_a_ring_of_a_length_and_says_how_long_its_bytes_take(
+def test_the_command_plans_a_ring_of_a_length_and_the_bytes_that_move(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     CONFIG.save_pretrained(tmp_path)
     flags = ["--device", "16GiB", "--gpus", "2", "--nodes", "2", "--engine", "fsdp2", "--cp-size", "2"]
-    more = ["--max-length", "262144", "--node-link", "8", "--json"]
+    more = ["--max-length", "262144", "--json"]
     assert main(["plan", "--model", str(tmp_path), *flags, *more]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["between_nodes_seconds"] == pytest.approx(sum(found["between_nodes_gib"].values()) * 2**30 / 1e9)
     assert "ring attention" in found["attention_saved"]["why"]
     assert found["command"].startswith("seqtile train --recipe RECIPE --dataset DATA --nodes 2 --node-rank R")
-    assert (found["inside_a_node_gib"], found["inside_a_node_seconds"]) == ({}, None)
-    assert main(["plan", "--model", str(tmp_path), "--node-link", "8"]) == 2
-    assert "at least 2 nodes" in capsys.readouterr().err
-    assert main(["plan", "--model", str(tmp_path), *flags, "--node-link", "inf"]) == 2
-    assert "got --node-link inf with --nodes 2, expected a bandwidth above 0" in capsys.readouterr().err
+    assert found["between_nodes_gib"]["keys and values"] > 0 and found["inside_a_node_gib"] == {}
     assert [*found["max_length_by_split"]] == ["1", "2"] and found["max_length_by_split"]["2"] == found["max_length"]
-    assert main(["plan", "--model", str(tmp_path), *flags, "--device-link", "3600"]) == 2
-    assert "several devices per node" in capsys.readouterr().err
     flags[3] = "4"
-    more = ["--max-length", "262144", "--device-link", "8", "--recipe", str(tmp_path / "a recipe.yaml")]
+    more = ["--max-length", "262144", "--recipe", str(tmp_path / "a recipe.yaml")]
     assert main(["plan", "--model", str(tmp_path), *flags, *more]) == 0
     told = capsys.readouterr().out
     assert f"Run on each node: seqtile train --recipe '{tmp_path}/a recipe.yaml' --dataset DATA" in told

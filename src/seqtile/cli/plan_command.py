@@ -34,10 +34,6 @@ def command(
     ),
     gpus: int = typer.Option(1, help="Number of devices, over all nodes.", metavar="N"),
     nodes: int = typer.Option(1, help="Number of nodes.", metavar="N"),
-    node_link: float = typer.Option(None, help="Inter-node bandwidth in Gbit/s, for the time estimate.", metavar="G"),
-    device_link: float = typer.Option(
-        None, help="Bandwidth between devices of a node in Gbit/s, for the time estimate.", metavar="G"
-    ),
     max_length: int = typer.Option(
         None, help="Tokens per sequence (default: the longest that fits).", metavar="TOKENS"
     ),
@@ -94,15 +90,6 @@ def command(
         raise UserError("got --full with --lora or --qlora; use one")
     if max_length is not None and max_length < 2:
         raise UserError(f"got --max-length {max_length}, expected at least 2 tokens")
-    if node_link is not None and not (0 < node_link < float("inf") and nodes > 1):
-        raise UserError(
-            f"got --node-link {node_link:g} with --nodes {nodes}, expected a bandwidth above 0 and at least 2 nodes"
-        )
-    if device_link is not None and not (0 < device_link < float("inf") and gpus > nodes):
-        raise UserError(
-            f"got --device-link {device_link:g} with {gpus} devices on {nodes} nodes, expected a bandwidth above 0 and "
-            "several devices per node"
-        )
     for name, file in (("--recipe", recipe), ("--plot", plot)):
         if file is not None and not Path(file).expanduser().parent.is_dir():
             raise UserError(f"{name} {file!r}: its directory does not exist; create it first")
@@ -147,8 +134,6 @@ def command(
             sp_size=sp_size, cp_size=cp_size, lora=adapters, qlora=qlora, optimizer=optimizer, precision=dtype,
             engine_offload=moved, attention=attention, options=replace(tiling, offload=on_host), batch=batch_size,
             accumulation=gradient_accumulation, nodes=nodes, liger=liger, scans=scans,
-            node_link=None if node_link is None else node_link * 1e9 / 8,
-            device_link=None if device_link is None else device_link * 1e9 / 8,
             grpo=None if policy is None else Grpo(**policy),
             pictures=read_pictures(config, images, size, image_tokens) if has_pictures else None,
             rope_scaling=rope_scaling, own_positions=own_positions,

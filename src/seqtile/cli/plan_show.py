@@ -143,18 +143,15 @@ def _print_verdict(
         line += f"; estimated {_time(seconds)} at {share:.0%} of {request.device.tflops:g} TFLOPS"
     console.print(line + ".")
     if moved := bytes_between_nodes(request, planner.counts, estimate.tokens):
-        console.print(f"Sent by each node per step: {_traffic(moved, request.node_link)}.")
-    if (request.nodes > 1 or request.device_link) and (
-        inside := bytes_inside_a_node(request, planner.counts, estimate.tokens)
-    ):
-        console.print(f"Sent by each device inside its node: {_traffic(inside, request.device_link)}.")
+        console.print(f"Sent by each node per step: {_traffic(moved)}.")
+    if request.nodes > 1 and (inside := bytes_inside_a_node(request, planner.counts, estimate.tokens)):
+        console.print(f"Sent by each device inside its node: {_traffic(inside)}.")
 
 
-def _traffic(by_part: dict[str, float], link: float | None) -> str:
-    """``"3.2 GiB (weights 2.0, gradients 1.2), 40 s at 8 Gbit/s"``."""
+def _traffic(by_part: dict[str, float]) -> str:
+    """``"3.2 GiB (weights 2.0, gradients 1.2)"``."""
     parts = ", ".join(f"{name} {value / GIB:,.1f}" for name, value in by_part.items())
-    over = "" if link is None else f", {_time(sum(by_part.values()) / link)} at {link * 8 / 1e9:g} Gbit/s"
-    return f"{sum(by_part.values()) / GIB:,.1f} GiB ({parts}){over}"
+    return f"{sum(by_part.values()) / GIB:,.1f} GiB ({parts})"
 
 
 def start_command(request: Request, recipe_file: str | None) -> str | None:
@@ -219,9 +216,7 @@ def print_object(
         "recipe_lacks": recipe_lacks(request) if request.has_recipe else [],
         "nodes": request.nodes,
         "between_nodes_gib": {name: value / GIB for name, value in between.items()},
-        "between_nodes_seconds": None if request.node_link is None else sum(between.values()) / request.node_link,
         "inside_a_node_gib": {name: value / GIB for name, value in inside.items()},
-        "inside_a_node_seconds": None if request.device_link is None else sum(inside.values()) / request.device_link,
         "flops": work.total,
         "step_seconds": None if tflops is None else work.seconds(tflops, request.split),
         "efficiency": None if tflops is None else work.efficiency(tflops),

@@ -29,8 +29,6 @@ class Request:
         device: each accelerator.
         gpus: how many, on all nodes together.
         nodes: hosts that they are on, equally many on each.
-        node_link: bytes per second from each node to the others, or None.
-        device_link: bytes per second from each device to the others of its node, or None.
         host_memory: bytes of each node's host memory; None if not given.
         engine: one of :data:`seqtile.planner.names.ENGINES`.
         sp_size: ranks that share one sequence (Ulysses).
@@ -61,8 +59,6 @@ class Request:
     device: Device
     gpus: int = 1
     nodes: int = 1
-    node_link: float | None = None
-    device_link: float | None = None
     host_memory: int | None = None
     engine: str = "single"
     sp_size: int = 1
