@@ -44,7 +44,7 @@ def test_the_gpu_suite_needs_an_accelerator() -> None:
 WITHOUT = """
 from importlib.machinery import PathFinder
 
-MISSING = {"pydantic", "typer", "rich", "trl", "datasets", "deepspeed", "liger_kernel", "matplotlib"}
+MISSING = {"pydantic", "typer", "rich", "trl", "datasets", "deepspeed", "liger_kernel"}
 find = PathFinder.find_spec
 PathFinder.find_spec = classmethod(
     lambda cls, name, *where: None if name.partition(".")[0] in MISSING else find(name, *where)

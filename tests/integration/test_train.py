@@ -99,7 +99,6 @@ def test_five_steps_give_a_model_that_plain_transformers_loads(model: Path, data
     numbers = json.loads((output / "report" / "report.json").read_text())
     assert [row["step"] for row in numbers["losses"]] == [1, 2, 3, 4, 5]
     assert {"date", "command", "device", "versions"} <= numbers.keys()
-    assert (output / "report" / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_tiles_change_nothing_but_rounding(model: Path, dataset: Path, tmp_path: Path):
@@ -418,11 +417,10 @@ def test_comparison_of_tiled_and_untiled(model: Path, dataset: Path, tmp_path: P
     assert numbers["tiled"]["units"] == pytest.approx(11, abs=1e-9)
     assert numbers["untiled"]["units"] == pytest.approx(11, abs=1e-9)
     assert 0 < numbers["gradient_error"] < 1e-5
-    # Counted once for the table and once for the plot: the same step, so the same bytes.
+    # Counted once as a whole and once by part: the same step, so the same bytes.
     for side in (numbers["tiled"], numbers["untiled"]):
         assert 0 < side["peak_bytes"] == max(side["phases"].values())
     assert numbers["tiled"]["phases"] != numbers["untiled"]["phases"]
-    assert (tmp_path / "out" / "report" / "memory.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_comparison_of_adapters_over_a_frozen_base(model: Path, dataset: Path, tmp_path: Path):

@@ -39,7 +39,7 @@ def snapshot(directory: Path) -> dict[str, bytes | None]:
     [["--help"], ["--version"], ["train", "--help"], ["verify", "--help"], ["doctor", "--help"], ["train", "--tile"]],
 )
 def test_answers_without_importing_torch(arguments: list[str]):
-    heavy = "torch transformers trl datasets peft matplotlib numpy"
+    heavy = "torch transformers trl datasets peft numpy"
     code = (
         "import sys\nfrom seqtile.cli import main\n"
         f"code = main({arguments!r})\n"

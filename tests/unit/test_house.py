@@ -45,7 +45,7 @@ ORDER = """
 """
 """A module imports only from lines above its own and from its own package. A new top-level name needs a place here."""
 
-HEAVY = {"torch", "numpy", "transformers", "accelerate", "trl", "datasets", "peft", "matplotlib"}
+HEAVY = {"torch", "numpy", "transformers", "accelerate", "trl", "datasets", "peft"}
 EXTRAS = {"pydantic", "typer", "rich", "yaml", "psutil"}
 """What comes with ``seqtile[train]``: the library part loads none of it."""
 

@@ -38,7 +38,6 @@ from seqtile.planner.memory_plan import WORTH, Estimate, Planner, choose_attenti
 from seqtile.planner.model_shapes import NAMED, is_masked_lm, read_config
 from seqtile.planner.names import STATE_BYTES
 from seqtile.planner.phases import Phase
-from seqtile.planner.plan_plot import colours_of
 from seqtile.planner.request import Request
 from seqtile.planner.sharding_terms import CONSTANTS, ZERO_BUCKET, frozen_bytes, on_device, on_host
 from seqtile.planner.step_config import OPTIMIZERS, PLANNED, Lora, Setup, make_optimizer
@@ -91,10 +90,9 @@ def terms(planner: Planner, tokens: int = 16384) -> Estimate:
 
 
 def test_the_command_answers_in_one_object(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed: it comes with seqtile[train]")
-    written, plot = tmp_path / "recipe.yaml", tmp_path / "plot.png"
+    written = tmp_path / "recipe.yaml"
     arguments = ["plan", "--model", str(folder), "--device", "1.5GiB", "--host-memory", "1TiB", "--max-length", "16384"]
-    assert main([*arguments, "--json", "--recipe", str(written), "--plot", str(plot)]) == 0
+    assert main([*arguments, "--json", "--recipe", str(written)]) == 0
     found = json.loads(capsys.readouterr().out)
     assert {
         "fits", "peak_device_gib", "peak_host_gib", "peak_at", "terms", "max_length", "limited_by", "recipe",
@@ -106,14 +104,6 @@ def test_the_command_answers_in_one_object(folder: Path, tmp_path: Path, capsys:
     assert sum(found["terms"]["device_gib"].values()) == pytest.approx(peak["expected"])
     assert sum(found["terms"]["host_gib"].values()) == pytest.approx(found["peak_host_gib"]["expected"])
     assert build_recipe(read_recipe(written), {"dataset": "rows.jsonl"})[0].max_length == 16384
-    assert plot.read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_plot_leaves_no_term_out_but_those_that_nobody_would_see() -> None:
-    terms = {"weights": 4e9, "gradients": 1e6, "vision tower": 1e9, "generator's cache": 2e9, "rollouts": 5e8}
-    estimate: Any = SimpleNamespace(terms=terms, device=SimpleNamespace(expected=sum(terms.values())))
-    colours = colours_of([estimate])
-    assert colours.keys() == terms.keys() - {"gradients"} and len({*colours.values()}) == len(colours)
 
 
 def test_the_command_says_it_in_words(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -202,7 +192,7 @@ BAD = [
     (["--host-memory", "64"], "expected a size"),
     (["--gpus", "0"], "at least 1"),
     (["--batch-size", "0"], "at least 1"),
-    (["--plot", "/nowhere/plot.png"], "does not exist"),
+    (["--recipe", "/nowhere/recipe.yaml"], "does not exist"),
     (["--recipe", "/"], "is a directory"),
 ]
 
@@ -224,7 +214,7 @@ def test_bad_input_is_one_sentence(
 
 NAMES = [["--device", "h1000"], ["--model", "llama-9b"], ["--engine", "zero9"], ["--optimizer", "adam"],
          ["--offload", "brains"], ["--lora", "r=none"], ["--gpus", "0"], ["--gpus", "8"], ["--host-memory", "64"],
-         ["--attention", "linear"], ["--checkpoint", "some"], ["--plot", "/nowhere/plot.png"]]  # fmt: skip
+         ["--attention", "linear"], ["--checkpoint", "some"], ["--recipe", "/nowhere/recipe.yaml"]]  # fmt: skip
 
 
 def test_what_is_wrong_at_first_sight_is_refused_before_anything_heavy_is_imported() -> None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 CORE = ("torch", "transformers")
 EXTRAS = {
-    "train": ("accelerate", "trl", "datasets", "peft", "matplotlib"),
+    "train": ("accelerate", "trl", "datasets", "peft"),
     "deepspeed": ("deepspeed",),
     "liger": ("liger_kernel",),
 }

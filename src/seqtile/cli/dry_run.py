@@ -73,7 +73,7 @@ def dry_run(recipe: Recipe, progress: Any, nodes: int = 1) -> None:
 
         planner, estimate, longest, limit, saving = plan
         show_plan(
-            planner, estimate, longest, limit, as_json=False, reasons=False, recipe_file=None, plot_file=None,
+            planner, estimate, longest, limit, as_json=False, reasons=False, recipe_file=None,
             max_length=recipe.max_length, saving=saving, better=lambda: None, by_split=dict,
         )  # fmt: skip
     if missing:

@@ -75,7 +75,6 @@ def command(
     explain: bool = typer.Option(False, "--explain", help="Print the reason for each setting."),
     json: bool = typer.Option(False, "--json", help="Print one JSON object."),
     recipe: str = typer.Option(None, help="Write a recipe for seqtile train.", metavar="FILE"),
-    plot: str = typer.Option(None, help="Write a plot of memory over length.", metavar="FILE.png"),
 ) -> None:
     """Estimate a step's memory and the longest sequence that fits. Needs no GPU and no weights."""
     import logging
@@ -90,13 +89,10 @@ def command(
         raise UserError("got --full with --lora or --qlora; use one")
     if max_length is not None and max_length < 2:
         raise UserError(f"got --max-length {max_length}, expected at least 2 tokens")
-    for name, file in (("--recipe", recipe), ("--plot", plot)):
-        if file is not None and not Path(file).expanduser().parent.is_dir():
-            raise UserError(f"{name} {file!r}: its directory does not exist; create it first")
-        if file is not None and Path(file).expanduser().is_dir():
-            raise UserError(f"{name} {file!r} is a directory, expected a file name")
-    if plot is not None and not plot.endswith(".png"):
-        raise UserError(f"got --plot {plot!r}, expected a name that ends with .png")
+    if recipe is not None and not Path(recipe).expanduser().parent.is_dir():
+        raise UserError(f"--recipe {recipe!r}: its directory does not exist; create it first")
+    if recipe is not None and Path(recipe).expanduser().is_dir():
+        raise UserError(f"--recipe {recipe!r} is a directory, expected a file name")
     size = _size_of(images, image_size, image_tokens)
     has_pictures = images is not None or image_tokens is not None
     policy = _policy_of(options, group_size, reference, generator, generator_memory)
@@ -173,7 +169,7 @@ def command(
         show.print_object(planner, estimate, 0, limit, None, saving, better(), by_split())
         raise RunError(why_nothing_fits(planner.request, estimate, limit))
     show.show_plan(
-        planner, estimate, longest, limit, as_json=json, reasons=explain, recipe_file=recipe, plot_file=plot,
+        planner, estimate, longest, limit, as_json=json, reasons=explain, recipe_file=recipe,
         max_length=max_length, saving=saving, better=better, by_split=by_split,
     )  # fmt: skip
     if not fits:

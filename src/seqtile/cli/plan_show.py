@@ -1,4 +1,4 @@
-"""Output of ``seqtile plan``: tables, JSON, recipe and plot."""
+"""Output of ``seqtile plan``: tables, JSON and recipe."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from seqtile.planner.traffic import bytes_between_nodes, bytes_inside_a_node
 
 def show_plan(
     planner: Planner, estimate: Estimate, longest: int, limit: str, *, as_json: bool, reasons: bool,
-    recipe_file: str | None, plot_file: str | None, max_length: int | None, saving: Saving | None,
+    recipe_file: str | None, max_length: int | None, saving: Saving | None,
     better: Callable[[], NextSetting | None], by_split: Callable[[], dict[int, int]],
 ) -> None:  # fmt: skip
     """Print the plan, write what was asked for.
@@ -47,10 +47,6 @@ def show_plan(
     chosen = recipe(planner, length) if planner.request.has_recipe else None
     if recipe_file is not None and chosen is not None:
         _write_recipe(chosen, recipe_lacks(planner.request), Path(recipe_file).expanduser())
-    if plot_file is not None:
-        from seqtile.planner.plan_plot import plot_lengths
-
-        plot_lengths(planner, max(longest, estimate.tokens), Path(plot_file).expanduser())
     if as_json:
         print_object(planner, estimate, longest, limit, chosen, saving, better(), by_split(), recipe_file)
         return
@@ -78,9 +74,8 @@ def show_plan(
     if not reasons:
         lacks = [*(text for text in lacks if text not in NOT_MODELLED), "what --explain lists"]
     console.print(f"Not included: {'; '.join(lacks)}.", style="dim")
-    for name, file in (("recipe", recipe_file), ("plot", plot_file)):
-        if file is not None:
-            console.print(f"{name}: {file}")
+    if recipe_file is not None:
+        console.print(f"recipe: {recipe_file}")
 
 
 def _table(estimate: Estimate) -> Table:

@@ -10,7 +10,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from seqtile._log import log_level
-from seqtile.counting import LiveBytes, LiveSample, count_live_bytes
+from seqtile.counting import LiveBytes, count_live_bytes
 from seqtile.install.apply import apply_options, undo
 from seqtile.planner.phases import Phase, label_phases, run_step
 from seqtile.verification import Run, verify
@@ -38,7 +38,6 @@ class Side:
         units: matrix products per block, in ``2 * tokens * hidden * intermediate``; None where another product of
             the model has the same sizes.
         phases: peak bytes of each part.
-        timeline: live bytes after each operator that changed them.
     """
 
     name: str
@@ -47,7 +46,6 @@ class Side:
     peak_phase: str
     units: float | None
     phases: dict[Phase, int]
-    timeline: tuple[LiveSample, ...]
 
 
 @dataclass(frozen=True)
@@ -165,5 +163,4 @@ def _side(name: str, counted: Run, live: LiveBytes, seconds: list[float]) -> Sid
         peak_phase=str(max(phases, key=lambda phase: phases[phase])),
         units=counted.units,
         phases=phases,
-        timeline=tuple(live.timeline()),
     )

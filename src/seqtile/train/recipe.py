@@ -300,7 +300,7 @@ class Recipe(CheckedModel):
     on_oom: Literal["stop", "retry"] = "stop"
 
     compare: bool | None = None
-    report: bool = Field(True, description="write plots and figures to OUTPUT/report")
+    report: bool = Field(True, description="write report.json to OUTPUT/report")
 
     @model_validator(mode="before")
     @classmethod

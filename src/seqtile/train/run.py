@@ -229,7 +229,7 @@ def require_packages() -> None:
         UserError: with the command that installs them.
     """
 
-    missing = [name for name in ("trl", "datasets", "peft", "matplotlib") if find_spec(name) is None]
+    missing = [name for name in ("trl", "datasets", "peft") if find_spec(name) is None]
     if missing:
         raise UserError(f"seqtile train needs {', '.join(missing)}; run: pip install {' '.join(missing)}")
 
