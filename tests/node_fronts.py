@@ -29,7 +29,7 @@ from seqtile.train.recipe import build_recipe
 TESTS = Path(__file__).parent
 VALUES = {
     "learning_rate": 1e-2, "tile": 16, "trainer": {"lr_scheduler_type": "constant"}, "max_length": 96, "loss_tile": 16,
-    "steps": 3, "compare": False,
+    "steps": 3,
 }  # fmt: skip
 """Rows are 72 to 96 tokens long: ranks have different numbers of tokens in most steps."""
 

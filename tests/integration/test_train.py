@@ -401,38 +401,6 @@ def test_activation_checkpointing_is_never_reentrant_unasked(model: Path, datase
     assert "reentrant" not in caplog.text
 
 
-def test_comparison_of_tiled_and_untiled(model: Path, dataset: Path, tmp_path: Path, capsys):
-    assert main(arguments(model, dataset, tmp_path / "out", "--tile", "16", "--compare")) == 0
-    shown = capsys.readouterr().out
-    for words in (
-        "seconds per step",
-        "peak activation memory",
-        "matrix products per MLP",
-        "largest relative gradient difference",
-        "peak     tiled: ",
-    ):
-        assert words in shown
-    numbers = json.loads((tmp_path / "out" / "report" / "report.json").read_text())["comparison"]
-    # 11 units on both sides: the tile's recompute is the only one under activation checkpointing.
-    assert numbers["tiled"]["units"] == pytest.approx(11, abs=1e-9)
-    assert numbers["untiled"]["units"] == pytest.approx(11, abs=1e-9)
-    assert 0 < numbers["gradient_error"] < 1e-5
-    # Counted once as a whole and once by part: the same step, so the same bytes.
-    for side in (numbers["tiled"], numbers["untiled"]):
-        assert 0 < side["peak_bytes"] == max(side["phases"].values())
-    assert numbers["tiled"]["phases"] != numbers["untiled"]["phases"]
-
-
-def test_comparison_of_adapters_over_a_frozen_base(model: Path, dataset: Path, tmp_path: Path):
-    comparison = run(model, dataset, tmp_path / "out", steps=1, lora={"r": 2}, compare=True, loss_tile=16).comparison
-    assert comparison is not None
-    assert comparison.tiled.units == pytest.approx(8, abs=1e-9)
-    assert 0 < comparison.gradient_error < 1e-5
-    # PEFT's wrapper hides neither the head nor the attention from the labels.
-    parts = {phase.part for phase in comparison.tiled.phases}
-    assert {"attention", "head and loss"} < parts and any(part.startswith("MLP") for part in parts)
-
-
 def test_default_output_never_reuses_a_directory(model: Path, dataset: Path, tmp_path: Path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     values = {"model": str(model), "dataset": str(dataset), "max_length": 64, "steps": 1, "report": False}

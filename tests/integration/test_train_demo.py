@@ -35,7 +35,14 @@ def test_a_short_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
     shown = capsys.readouterr()
     assert "tiled 2 of 2 MLPs (Qwen3MLP), 100 tokens per tile" in shown.err
     assert "step 2/2" in shown.out and "peak activation memory" in shown.out and "runs/demo" in shown.out
-    assert json.loads((tmp_path / "runs" / "demo" / "report" / "report.json").read_text())["comparison"]
+    numbers = json.loads((tmp_path / "runs" / "demo" / "report" / "report.json").read_text())["comparison"]
+    # 11 units on both sides: the tile's recompute is the only one under activation checkpointing.
+    assert numbers["tiled"]["units"] == pytest.approx(11, abs=1e-9) == numbers["untiled"]["units"]
+    assert 0 < numbers["gradient_error"] < 1e-5
+    # Counted once as a whole and once by part: the same step, so the same bytes.
+    for side in (numbers["tiled"], numbers["untiled"]):
+        assert 0 < side["peak_bytes"] == max(side["phases"].values())
+    assert numbers["tiled"]["phases"] != numbers["untiled"]["phases"]
     page = Path(__file__).parents[2] / "docs" / "start.md"
     if page.exists():  # the page's numbers are of a longer run; its words are a run's
         training = page.read_text(encoding="utf-8").partition("### Train\n")[2]
@@ -48,11 +55,22 @@ def test_a_short_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
 def test_a_slow_demo_ends_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
     monkeypatch.setattr(callbacks, "DEMO_SECONDS", 0.0)
     monkeypatch.setattr(callbacks, "LEAST_STEPS", 3)
-    values = {"output": str(tmp_path / "out"), "max_length": 64, "compare": False, "report": False}
+    values = {"output": str(tmp_path / "out"), "max_length": 64, "report": False}
     with caplog.at_level("INFO", "seqtile"):
         outcome = train(build_recipe(values, {})[0])
     assert outcome.step == 3 and "ends after 3 of 30 steps" in caplog.text
     assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
+def test_the_comparison_of_adapters_over_a_frozen_base(tmp_path: Path):
+    values = {"output": str(tmp_path / "out"), "max_length": 64, "steps": 1, "lora": {"r": 2}, "tile": 16}
+    comparison = train(build_recipe(values, {})[0]).comparison
+    assert comparison is not None
+    assert comparison.tiled.units == pytest.approx(8, abs=1e-9)
+    assert 0 < comparison.gradient_error < 1e-5
+    # PEFT's wrapper hides neither the head nor the attention from the labels.
+    parts = {phase.part for phase in comparison.tiled.phases}
+    assert {"attention", "head and loss"} < parts and any(part.startswith("MLP") for part in parts)
 
 
 @pytest.mark.parametrize(

@@ -118,6 +118,6 @@ def test_the_readmes_commands_answer(run: Run) -> None:
 def test_train_trains_and_saves_a_model(run: Run, tmp_path: Path) -> None:
     """The embedded default, made short."""
     output = tmp_path / "run"
-    run("seqtile", "train", "--steps", "2", "--max-length", "256", "--no-compare", "--output", str(output))
+    run("seqtile", "train", "--steps", "2", "--max-length", "256", "--output", str(output))
     load = "import sys, transformers as t; t.AutoModelForCausalLM.from_pretrained(sys.argv[1]); print('loaded')"
     assert run("python", "-c", load, str(output)).stdout.endswith("loaded\n")

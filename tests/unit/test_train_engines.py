@@ -29,7 +29,6 @@ def recipe_of(**values: Any) -> Any:
     [
         ({"engine": "tpu"}, "'single', 'ddp', 'fsdp2', 'zero2' or 'zero3'"),
         ({"engine": "ddp", "nproc": 0}, "'nproc': got 0"),
-        ({"engine": "zero3", "compare": True}, "compare runs in one process"),
         ({"engine": "zero3", "trainer": {"parallelism_config": {}}}, "use 'sp_size' instead"),
         ({"engine": "zero3", "trainer": {"deepspeed": "x.json"}}, "use 'engine' instead"),
     ],
@@ -43,7 +42,7 @@ def test_refused_before_anything_is_loaded(values: dict[str, Any], words: str):
 def test_the_demo_under_an_engine_leaves_out_what_the_engine_cannot_do():
     for engine in ENGINES[1:]:
         demo = resolve(build_recipe({"engine": engine, "nproc": 2}, {})[0])
-        assert not demo.compare
+        assert not demo.compares
         assert demo.loss_tile == 512
 
 

@@ -95,7 +95,6 @@ def command(
         False, "--trust-checkpoint", help="With --resume: unpickle the checkpoint without checks."
     ),
     overwrite: bool = rare(False, "--overwrite", help="Replace an earlier run."),
-    compare: bool = rare(None, "--compare/--no-compare", help="Compare tiled with untiled on one batch at the end."),
     tiled_mlp: str = rare(None, help="Tile the MLP (default true); axolotl's name.", metavar="BOOL"),
     use_tiled_mlp: str = rare(None, help="Same as --tiled-mlp; ms-swift's name.", metavar="BOOL"),
     tiled_mlp_num_shards: str = rare(None, help="Same as --tile shards:N.", metavar="N"),
@@ -159,7 +158,6 @@ def command(
         "save_steps": save_steps,
         "trainer": {name: value for name, value in trainer_flags.items() if value is not None} or None,
         "seed": seed,
-        "compare": compare,
         "trust_remote_code": trust_remote_code,
         **({} if tiled_mlp is None else {"tiled_mlp": tiled_mlp}),
         "use_tiled_mlp": use_tiled_mlp,

@@ -299,7 +299,6 @@ class Recipe(CheckedModel):
     )
     on_oom: Literal["stop", "retry"] = "stop"
 
-    compare: bool | None = None
     report: bool = Field(True, description="write report.json to OUTPUT/report")
 
     @model_validator(mode="before")
@@ -437,6 +436,11 @@ class Recipe(CheckedModel):
         """Whether this run trains the embedded model on the embedded text."""
         return self.model == DEMO and self.dataset == DEMO
 
+    @property
+    def compares(self) -> bool:
+        """Whether the run ends with one step tiled and untiled, as the demo does."""
+        return self.is_demo and self.tiled_mlp and self.engine == "single" and not self.options.weights_on_host
+
 
 def read_recipe(path: str | Path) -> dict[str, Any]:
     """The keys and values of a YAML recipe, unchecked: plain values, each given once.
@@ -520,13 +524,6 @@ RECIPE_RULES: tuple[tuple[Callable[[Recipe], object], str], ...] = (
      "packing {r.packing!r} needs the length of every row, which a stream does not provide; use --packing wrapped "
      "or false"),
     (lambda r: r.streaming and r.sp_size > 1, "streaming does not support sp_size {r.sp_size}; drop one"),
-    (lambda r: r.compare and not r.tiled_mlp,
-     "compare needs tiled_mlp true; drop one"),
-    (lambda r: r.compare and r.engine != "single",
-     "compare runs in one process, got engine {r.engine!r}; drop compare, or use --engine single"),
-    (lambda r: r.compare and r.options.weights_on_host,
-     "compare runs the untiled model with all weights on the device, and offload 'weights' leaves them on the host; "
-     "drop one"),
     (lambda r: r.on_oom == "retry" and not r.tiled_mlp,
      "on_oom 'retry' lowers the tile size, which needs tiled_mlp true; drop one"),
     # The first handles an out-of-memory too; the second leaves no complete checkpoint.
@@ -546,14 +543,12 @@ def resolve(recipe: Recipe) -> Recipe:
         if matches(recipe):
             raise UserError(sentence.format(r=recipe))
     check_combination(recipe.combination)
-    filled: dict[str, Any] = {"compare": bool(recipe.compare)}
+    filled = dict[str, Any]()
     if recipe.on_oom == "retry":
         filled["loss_tile"] = recipe.loss_tile or TRL_LOSS_TILE  # ours, whose tile can be reduced
     if recipe.is_demo:
         filled["learning_rate"] = recipe.learning_rate or 3e-3
         filled["loss_tile"] = recipe.loss_tile or 512
-        if recipe.compare is None:
-            filled["compare"] = recipe.tiled_mlp and recipe.engine == "single"
         if recipe.steps is None and recipe.epochs is None:
             filled["steps"] = DEMO_STEPS
     else:

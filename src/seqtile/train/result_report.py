@@ -35,7 +35,7 @@ class Outcome:
         step_seconds: median seconds of a step, the first one left out; None below two steps.
         peak_bytes: most bytes the accelerator's allocator held; None without an accelerator.
         stopped_by: the signal that ended the run early, or None.
-        comparison: tiled against untiled on one batch, if the recipe asked for it.
+        comparison: tiled against untiled on one batch; the demo's only.
         report: directory of ``report.json``, if the recipe asked for it.
         data: what it was trained on, ``"train"``, and evaluated on, ``"eval"``, in numbers.
         best: step and value of the best evaluation of a checkpoint that is kept; None without evaluations.

@@ -32,7 +32,6 @@ MAY_CHANGE = (
     "eval_split",
     "eval_steps",
     "report",
-    "compare",
     "steps",
     *OptionKeys.model_fields,
     "fit",

@@ -396,7 +396,7 @@ def _train_and_save(
         display.stage("saving the model")
         trainer.save_result(output)
     comparison = None
-    if recipe.compare and stop.received is None:
+    if recipe.compares and stop.received is None:
         from seqtile.train.compare_untiled import compare
 
         batch = next(iter(trainer.get_train_dataloader()))
