@@ -36,7 +36,7 @@ endef
 ONE_PROCESS = "not slow and not distributed and not alone and not frameworks"
 
 # The tests that also run with the lowest supported transformers: everything that needs no `train` extra.
-CORE = tests/unit tests/compat tests/numerics -m "not slow and not gpu" --ignore-glob="*/test_train*" --ignore-glob="*/test_cli*" --ignore-glob="*/test_bench*" --ignore-glob="*/test_gpu_estimates*"
+CORE = tests/unit tests/compat tests/numerics -m "not slow and not gpu" --ignore-glob="*/test_train*" --ignore-glob="*/test_cli*" --ignore-glob="*/test_gpu_estimates*"
 
 export TORCH
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
