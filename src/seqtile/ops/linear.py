@@ -186,14 +186,10 @@ class Shrink:
 
     def pieces(self, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
         """The rows at once; in pieces where the adapter is wider than the rest, so that no wide tile is made."""
-        for start, size in self.cuts(tensors[0].shape[0]):
-            yield tuple(t if size == t.shape[0] else t[start : start + size] for t in tensors)
-
-    def cuts(self, rows: int) -> Iterator[tuple[int, int]]:
-        """The first row of each piece, and its rows; a plan of memory has only some of them run."""
+        rows = tensors[0].shape[0]
         step = rows if self.narrow else WIDE_ROWS
         for start in range(0, rows, step):
-            yield start, min(step, rows - start)
+            yield tensors if step >= rows else tuple(t[start : start + step] for t in tensors)
 
 
 class Layer:

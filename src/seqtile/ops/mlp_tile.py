@@ -57,7 +57,7 @@ class MlpPlan:
     random: RandomState | None
 
     def tiles(self) -> Iterator[tuple[int, tuple[int, int]]]:
-        """The number of each tile, and its first token and tokens; a plan of memory has only some of them run."""
+        """The number of each tile, and its first token and tokens."""
         return enumerate(tile_ranges(self.sizes))
 
 

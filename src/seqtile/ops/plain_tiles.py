@@ -38,7 +38,7 @@ def run_in_plain_tiles(run: RunTiles, tensors: Sequence[Tensor], sizes: Sequence
 def _run_joined(run: RunTiles, tensors: Sequence[Tensor], cuts: Cuts) -> Any:
     """Tile after tile, joined by ``cat``."""
     rows = cuts.rows(tensors)  # [N, D_i] each
-    results = [run(cuts.tiles(rows, index), {}) for index, _ in cuts.numbered()]
+    results = [run(cuts.tiles(rows, index), {}) for index in range(len(cuts.sizes))]
     flat = [tree_flatten(result) for result in results]
     joined = []
     for number, first in enumerate(flat[0][0]):

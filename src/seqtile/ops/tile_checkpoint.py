@@ -181,7 +181,7 @@ def _run_without_gradient(
     rows = cuts.rows(tensors)  # [N, D_i] each; along a sequence [B, T, ...]
     output = Outputs(cuts)
     state: State = ()
-    for index, _ in cuts.numbered():
+    for index in range(len(cuts.sizes)):
         result, state = run(cuts.tiles(rows, index), computed, () if index in begins else state, index)
         output.write(index, result)
     return output.result(output.buffers)
@@ -242,7 +242,7 @@ def _run_with_gradient(
     last_index = len(cuts.sizes) - 1  # backward begins with it
     compares = False
     try:
-        for index, _ in cuts.numbered():
+        for index in range(len(cuts.sizes)):
             # The identity hooks hide the tile's own bookkeeping from a checkpoint around the layer, which would
             # otherwise have to recompute every tile but the last to get it back. The anchor carries the device.
             entering = () if index in begins else state
@@ -397,7 +397,7 @@ class TileGradients:
         for number in range(inputs):
             whole = self._inputs.pop(number, None)
             if whole is not None:
-                for index, _ in self.cuts.numbered():
+                for index in range(len(self.cuts.sizes)):
                     if index not in self._written[number]:
                         self.cuts.part(whole, index).zero_()
             result.append(whole)

@@ -5,7 +5,7 @@ Offsets are PyTorch's own 64-bit ones: tiles are cut by ``narrow`` and ``view``,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -66,10 +66,6 @@ class Cuts:
                 )
         if sum(self.sizes) != tokens:
             raise ValueError(f"cannot tile: sizes sum to {sum(self.sizes):,}, expected {tokens:,} rows")
-
-    def numbered(self) -> Iterator[tuple[int, tuple[int, int]]]:
-        """The number of each tile, and its first token and tokens; a plan of memory has only some of them run."""
-        return enumerate(self.ranges)
 
     @staticmethod
     def rows(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -128,7 +128,7 @@ class Groups:
     def run(
         self, cut: HeadGroup, qkv: Sequence[Tensor], weights: Sequence[Tensor], for_backward: bool
     ) -> tuple[Tensor, Any, Recorded, Sequence[Tensor]]:
-        """One pass: its output, what is beside it, and what its kernels returned; a plan has only some of them run."""
+        """One pass: its output, what is beside it, and what its kernels returned."""
         heads = [cut.of(tensor, self.heads_dim) for tensor in qkv]
         if for_backward:
             heads = [tensor.detach().requires_grad_() for tensor in heads]
@@ -137,7 +137,7 @@ class Groups:
             return record(partial(self.between, cut, heads, weights), for_backward=for_backward)
 
     def recorded(self, done: Done) -> Iterator[tuple[HeadGroup, Recorded, Sequence[Tensor]]]:
-        """Each pass with what its kernels returned in the forward; a plan of memory has only some of them run."""
+        """Each pass with what its kernels returned in the forward."""
         left = 0
         for cut, recorded in zip(self.cuts, done.recorded, strict=True):
             count = sum(isinstance(leaf, Position) for *_, leaves in recorded.calls for leaf in leaves)

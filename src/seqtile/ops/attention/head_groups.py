@@ -76,7 +76,7 @@ class HeadGroupsPlan:
     random: RandomState | None
 
     def tiles(self) -> Iterator[tuple[int, int]]:
-        """First token and tokens of each tile; a plan of memory has only some of them run."""
+        """First token and tokens of each tile."""
         return tile_ranges(self.sizes)
 
 
