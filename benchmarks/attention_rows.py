@@ -83,7 +83,7 @@ def count_rows(tokens: int, how: dict[str, Any], **config: Any) -> Rows:
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if how:
         seqtile.apply(model, **how)
-    with fake_tensors() as shapes, track("cpu", flash2_workspace, shapes=shapes) as live:
+    with fake_tensors() as shapes, track(flash2_workspace, shapes=shapes) as live:
         make_fake(model)
         layer: nn.Module = model.model.layers[0]
         angles = torch.empty(1, tokens, shape["head_dim"], dtype=torch.bfloat16)

@@ -71,7 +71,7 @@ def measured(folder: Path, output: Path, lora: Lora | None) -> tuple[int, dict[P
     )  # fmt: skip
     adapters = None if lora is None else LoraConfig(r=lora.r, target_modules="all-linear", task_type="CAUSAL_LM")
     lengths: list[int] = []
-    with track("cpu") as live:
+    with track() as live:
         trainer = GRPOTrainer(
             AutoModelForCausalLM.from_pretrained(folder), args=arguments, peft_config=adapters,
             reward_funcs=lambda completion_ids, **_: [float(sum(ids)) for ids in completion_ids],

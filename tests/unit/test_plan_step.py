@@ -76,7 +76,7 @@ def test_fake_and_real_run_the_same_operators_and_hold_the_same_bytes(
 
 def test_peaks_are_read_before_the_first_of_them_goes() -> None:
     """Of phases, and of what runs in none; a peak that is still growing is read when it is asked for."""
-    with track("cpu") as live:
+    with track() as live:
         live.watching = True
         first = torch.empty(1000)
         with live.phase(Phase("later")):

@@ -204,7 +204,7 @@ def fake_step(
         with (
             _as_on(setup.device_type),
             fake_tensors() as shapes,
-            track("cpu", workspace, tokens, shapes) as live,
+            track(workspace, tokens, shapes) as live,
             ExitStack() as running,
         ):
             with live.phase(Phase(WEIGHTS)):
@@ -224,7 +224,7 @@ def fake_step(
 
 def real_step(config: Any, setup: Setup, tokens: int) -> StepRun:
     """The same step on real tensors on the CPU, followed by the same tracker."""
-    with track("cpu", None, tokens) as live:
+    with track(tokens=tokens) as live:
         with live.phase(Phase(WEIGHTS)):
             built = build(config, setup, "cpu")
         return tracked_step(built, setup, tokens, live)

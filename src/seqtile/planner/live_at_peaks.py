@@ -59,8 +59,8 @@ class Tracker(LiveBytes):
         watching: False outside the step, where bytes are counted and no peak is noted.
     """
 
-    def __init__(self, device: torch.device, workspace: Workspace | None = None, tokens: int = 0) -> None:
-        super().__init__(device)
+    def __init__(self, workspace: Workspace | None = None, tokens: int = 0) -> None:
+        super().__init__(torch.device("cpu"))
         self._phase = Phase(REST)
         self._peaks: dict[Phase, PartPeak] = {}
         self._highest: dict[Phase, int] = {}
@@ -138,18 +138,15 @@ class Tracker(LiveBytes):
 
 
 @contextmanager
-def track(
-    device: torch.device | str, workspace: Workspace | None = None, tokens: int = 0, shapes: Answers | None = None
-) -> Iterator[Tracker]:
-    """Follow what runs inside on ``device``.
+def track(workspace: Workspace | None = None, tokens: int = 0, shapes: Answers | None = None) -> Iterator[Tracker]:
+    """Follow what runs inside on the CPU.
 
     Args:
-        device: the device to count.
         workspace: bytes that kernels take inside themselves, which no tensor shows.
         tokens: length of the sequence, to notice tensors of ``[tokens, tokens]``.
         shapes: the mode of :func:`seqtile.counting.fake.fake_tensors` that this is in.
     """
-    live = Tracker(torch.device(device), workspace, tokens)
+    live = Tracker(workspace, tokens)
     try:
         with Watch(live.see) if shapes is None else shapes.shown_to(live.see):
             yield live
