@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -30,9 +28,8 @@ SHOWN_STEPS = 30
 class Progress:
     """Show a run's status or progress bar on one line of the terminal, with records printed above it.
 
-    On a terminal the status and the bar are drawn on stderr, and the bars of datasets and Transformers become part of
-    the status. Where stderr is no terminal (a pipe, a file, ``TERM=dumb``), each status is a plain line there. Records
-    go to stdout, at most about 30 of a run; evaluations all.
+    On a terminal the status and the bar are drawn on stderr. Where stderr is no terminal (a pipe, a file,
+    ``TERM=dumb``), each status is a plain line there. Records go to stdout, at most about 30 of a run; evaluations all.
 
     Args:
         enabled: whether this process shows anything.
@@ -75,11 +72,6 @@ class Progress:
         else:
             self._status.update(f"{escape(text)} ...")
 
-    def inside(self, text: str) -> None:
-        """How far the stage is, where it is a terminal that shows it."""
-        if self._status is not None:
-            self._status.update(f"{escape(self._stage)} ... {escape(text)}")
-
     def begin(self, step: int, steps: int) -> None:
         """Show the bar."""
         self._stage = ""
@@ -119,34 +111,6 @@ def described(values: dict[str, Any]) -> list[str]:
     if "loss" in values and values.get("seconds_left"):
         parts.append(f"{timedelta(seconds=round(values['seconds_left']))} left")
     return parts
-
-
-@contextmanager
-def folded_bars(progress: Progress) -> Iterator[None]:
-    """Show the bars of datasets and Transformers inside the status, or not at all."""
-    from datasets.utils import disable_progress_bars, enable_progress_bars, tqdm
-    from transformers.utils import logging as theirs
-
-    # Where Transformers has no hook, it shows no bar.
-    set_hook = getattr(theirs, "set_tqdm_hook", lambda _: theirs.disable_progress_bar())
-
-    def display(bar: Any, msg: str | None = None, pos: int | None = None) -> None:
-        of = f" of {bar.total:,}" if bar.total else ""
-        progress.inside(f"{bar.desc or ''} {bar.n:,}{of}".strip())
-
-    def close(bar: Any) -> None:
-        bar.disable = True
-
-    own_methods = {name: tqdm.__dict__.get(name) for name in ("display", "close")}
-    tqdm.display, tqdm.close = display, close  # tqdm's hook for custom front ends is display
-    previous_hook = set_hook(lambda _, args, kwargs: tqdm(*args, **kwargs))
-    (enable_progress_bars if progress.console.is_interactive else disable_progress_bars)()
-    try:
-        yield
-    finally:
-        set_hook(previous_hook)
-        for name, method in own_methods.items():
-            delattr(tqdm, name) if method is None else setattr(tqdm, name, method)
 
 
 def print_outcome(outcome: Outcome) -> None:

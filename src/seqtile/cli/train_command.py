@@ -193,7 +193,7 @@ def command(
         from seqtile.cli.dry_run import dry_run
 
         if is_first():
-            with progress, show.folded_bars(progress):
+            with progress:
                 dry_run(recipes.resolve(chosen), progress, 1 if of_nodes is None else of_nodes.count)
         return
     if launched and chosen.on_oom == "retry" and chosen.engine != "single":
@@ -255,7 +255,7 @@ def run(recipe: Any, **how: Any) -> None:
     from seqtile.train.signals import exit_code
 
     progress = show.Progress(enabled=is_first())
-    with progress, show.folded_bars(progress):
+    with progress:
         outcome = train(recipe, **how, display=progress)
     if outcome.stopped_by is not None:
         if is_first():
@@ -277,9 +277,14 @@ def quiet() -> None:
     # PyTorch reads it at import; expandable segments exist on Linux only. Child processes inherit it.
     if sys.platform == "linux" and not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    import datasets
+    import huggingface_hub
     import torch
-    from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]
+    from transformers.utils.logging import disable_progress_bar
 
     if not torch.accelerator.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed, where it is installed, warns that it looked for one
-    disable_progress_bars()
+    # Their bars would be drawn into ours; each stage has a line of its own.
+    disable_progress_bar()
+    datasets.disable_progress_bars()
+    huggingface_hub.utils.disable_progress_bars()  # type: ignore[attr-defined]
