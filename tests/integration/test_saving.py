@@ -14,7 +14,6 @@ import transformers
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GenerationConfig, TrainerCallback
 
-import seqtile.train.trainer
 import tiny_run
 from seqtile import UserError
 from seqtile.train.recipe import build_recipe
@@ -49,7 +48,7 @@ LORA = {"lora": {"r": 2}}
 SAVERS: list[tuple[Any, str, dict[str, Any]]] = [
     (transformers.LlamaConfig, "save_pretrained", {}), (GenerationConfig, "save_pretrained", {}),
     (transformers.PreTrainedTokenizerFast, "save_pretrained", {}), (peft.LoraConfig, "save_pretrained", LORA),
-    (transformers.PreTrainedTokenizerFast, "save_pretrained", LORA), (seqtile.train.trainer, "write_card", {}),
+    (transformers.PreTrainedTokenizerFast, "save_pretrained", LORA),
     (transformers.trainer_callback.TrainerState, "save_to_json", {}),
 ]  # fmt: skip
 
@@ -68,7 +67,7 @@ def test_what_cannot_be_saved_is_refused_before_the_first_step(
     with pytest.raises(UserError, match="cannot be written"):
         run(model, tmp_path, steps=steps, **values)
     assert not steps.steps
-    assert {path.name for path in (tmp_path / "out").iterdir()} <= {"recipe.yaml"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} <= {"recipe.yaml", "run.lock"}
 
 
 @pytest.mark.parametrize("values", [{}, LORA], ids=["full", "lora"])
@@ -77,10 +76,11 @@ def test_the_trial_before_the_first_step_writes_no_weights(
 ) -> None:
     tensors: list[set[str]] = []
 
-    def look(folder: Path, *_: Any) -> None:
-        tensors.append({name for file in folder.glob("*.safetensors") for name in load_file(file)})
+    def look(_: Any, path: str) -> None:
+        tensors.append({name for file in Path(path).parent.glob("*.safetensors") for name in load_file(file)})
+        Path(path).write_text("{}")
 
-    monkeypatch.setattr(seqtile.train.trainer, "write_card", look)
+    monkeypatch.setattr(transformers.trainer_callback.TrainerState, "save_to_json", look)
     run(model, tmp_path, **values)
     in_trial, *_, in_result = tensors
     assert not in_trial and in_result
