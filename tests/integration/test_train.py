@@ -111,37 +111,12 @@ def test_tiles_change_nothing_but_rounding(model: Path, dataset: Path, tmp_path:
 
 
 @pytest.mark.parametrize("lora", [None, {"r": 2}], ids=["full", "lora"])
-def test_the_model_card_says_what_was_done(model: Path, dataset: Path, tmp_path: Path, lora: dict[str, int] | None):
+def test_trl_and_peft_write_the_card(model: Path, dataset: Path, tmp_path: Path, lora: dict[str, int] | None):
     from huggingface_hub import ModelCard
 
-    outcome = run(model, dataset, tmp_path / "out", steps=2, lora=lora, gradient_accumulation=3)
+    run(model, dataset, tmp_path / "out", steps=2, lora=lora)
     card = ModelCard.load(tmp_path / "out" / "README.md")
-    text = " ".join(card.text.split())
-    kind = "Weights of" if lora is None else "LoRA adapters of rank 2 for"
-    assert f"# out {kind} `{model}`, trained on `{dataset}` with seqtile {seqtile.__version__}" in text
-    assert "None" not in text and "huggingface.co" not in text
-    assert card.data.base_model == (None if lora is None else str(model))  # of weights no model of the Hub is known
-    assert f"train: {outcome.data['train']}" in text and f"tiling: {outcome.tiling.summary}; {outcome.ran}" in text
-    assert "2 optimizer steps of 3 sequences of up to 64 tokens, peak learning rate 0.01, seed 0" in text
-    assert f"training loss {outcome.losses[-1][1]:.4f} at the last step" in text
-    assert f"torch {torch.__version__}" in text and "seqtile" in card.data.tags
-    assert (tmp_path / "out" / "checkpoint-2").is_dir()
-
-
-def test_a_model_and_data_of_the_hub_are_linked(tmp_path: Path):
-    from types import SimpleNamespace
-
-    from huggingface_hub import ModelCard
-
-    from seqtile.train.model_card import write_card
-
-    state = SimpleNamespace(global_step=3, log_history=[], best_metric=1.5, best_global_step=2)
-    recipe = build_recipe({"model": "org/base", "dataset": "org/rows"}, {})[0]
-    write_card(tmp_path, recipe, state, {}, "none")
-    card = ModelCard.load(tmp_path / "README.md")
-    assert card.data.base_model == "org/base" and card.data.datasets == "org/rows"
-    assert "[org/rows](https://huggingface.co/datasets/org/rows)" in card.text
-    assert "best evaluation loss 1.5000, at step 2" in card.text and "training loss" not in card.text
+    assert "sft" in card.data.tags and card.data.base_model == (None if lora is None else str(model))
 
 
 def test_spellings_of_other_trainers(model: Path, dataset: Path, tmp_path: Path, capsys):

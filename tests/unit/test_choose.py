@@ -308,8 +308,6 @@ def test_train_fit_of_a_hybrid_model_runs_its_state_in_tiles(folder: Path, tmp_p
     assert {key: saved[key] for key in ("fit", "state", "checkpoint", "loss_tile")} == {
         "fit": False, "state": "auto", "checkpoint": "none", "loss_tile": 64
     }  # fmt: skip
-    card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
-    assert "layers with a state in tiles" in card and "batches of up to" in card
 
 
 def test_fit_refuses_before_anything_is_written(folder: Path, capsys: Any):

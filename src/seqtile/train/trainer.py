@@ -19,13 +19,11 @@ from trl import SFTTrainer  # type: ignore[attr-defined]
 from seqtile._compat import kept_in_fp32
 from seqtile._errors import RunError, UserError, in_its_words, is_ours
 from seqtile._log import first_rank_logger
-from seqtile.install.runs import what_ran
 from seqtile.ops.lm_loss.kept_tokens import IGNORED
 from seqtile.planner.phases import causal_model
 from seqtile.recognise.decoder_layers import decoder_layers
 from seqtile.train.data_summary import DataSummary, summarise
 from seqtile.train.evaluation import Evaluated, exchange_in_evaluations
-from seqtile.train.model_card import write_card
 from seqtile.train.rendered_rows import check_ids, mask_messages
 from seqtile.train.run_directory import (
     FSDP_SHARDS,
@@ -247,16 +245,6 @@ class Trainer(SFTTrainer, _SplitLoss):
                 part.dtype = dtype
         config.save_pretrained(output_dir)  # Transformers has written the dtype of the weights that were trained
 
-    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Called by TRL at each checkpoint, and at the end."""
-        self._write_card(Path(str(self.args.output_dir)))
-
-    def _write_card(self, folder: Path) -> None:
-        if self.step is not None and self.is_world_process_zero():
-            tiling, model = self.step.tiling, cast("torch.nn.Module", self.model)
-            tiled = "none" if tiling is None else f"{tiling.summary}; {what_ran(model)}"
-            write_card(folder, self.step.recipe, self.state, self.data, tiled)
-
     def try_saving(self) -> None:
         """Write once, without weights, what is saved at the end, and remove it.
 
@@ -269,7 +257,6 @@ class Trainer(SFTTrainer, _SplitLoss):
             with tempfile.TemporaryDirectory(prefix=SAVE_TRIAL, dir=self.args.output_dir) as folder:
                 self._save(folder, state_dict={})
                 self.state.save_to_json(str(Path(folder) / TRAINER_STATE))
-                self._write_card(Path(folder))
         except Exception as error:
             # tokenizers raises a bare Exception on a full disk
             if isinstance(error, OSError) or is_ours(error) or disk_error(error, Path(str(self.args.output_dir))):
@@ -308,7 +295,6 @@ class Trainer(SFTTrainer, _SplitLoss):
                 "saved the weights in %s, as the model's checkpoint has them; checkpoint-%d has them in float32, and "
                 "'dtype: float32' saves them so", dtype, self.state.global_step,
             )  # fmt: skip
-        self.create_model_card()  # replaces PEFT's, which only describes the adapters
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
             write_mark(output, CheckpointMark(step=self.state.global_step), only=RESULT)
