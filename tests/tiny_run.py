@@ -35,7 +35,8 @@ def save_model(directory: Path, **config: Any) -> Path:
     vocab = save_tokenizer(directory)
     values = dict(
         vocab_size=vocab, hidden_size=32, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=POSITIONS, bos_token_id=None, eos_token_id=0, pad_token_id=0,
+        num_key_value_heads=1, head_dim=20, max_position_embeddings=POSITIONS, bos_token_id=None,
+        eos_token_id=0, pad_token_id=0,
     )  # fmt: skip
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(**{**values, **config})).save_pretrained(directory)
@@ -52,10 +53,11 @@ def save_llava(directory: Path, chat_template: str | None = None) -> Path:
     tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
     sizes = dict(hidden_size=32, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2)
+    tower = {**sizes, "hidden_size": 24, "intermediate_size": 60}
     config = LlavaConfig(
-        vision_config=CLIPVisionConfig(**sizes, image_size=28, patch_size=14),
-        text_config=LlamaConfig(**sizes, vocab_size=len(tokenizer), num_key_value_heads=1, max_position_embeddings=4096,
-                                bos_token_id=None, eos_token_id=0, pad_token_id=0),
+        vision_config=CLIPVisionConfig(**tower, image_size=28, patch_size=14),
+        text_config=LlamaConfig(**sizes, vocab_size=len(tokenizer), num_key_value_heads=1, head_dim=20,
+                                max_position_embeddings=4096, bos_token_id=None, eos_token_id=0, pad_token_id=0),
         image_token_index=tokenizer.convert_tokens_to_ids("<image>"), vision_feature_layer=-1,
     )  # fmt: skip
     torch.manual_seed(0)

@@ -29,7 +29,7 @@ def model(**config: Any) -> nn.Module:
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=97, hidden_size=32, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
-            num_key_value_heads=1, max_position_embeddings=64, **config,
+            num_key_value_heads=1, head_dim=20, max_position_embeddings=64, **config,
         )
     ).train()  # fmt: skip
 

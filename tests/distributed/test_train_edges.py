@@ -21,8 +21,8 @@ from seqtile.train.run import train
 
 SECONDS = 600
 SIZES = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-             head_dim=8, max_position_embeddings=256, pad_token_id=0, bos_token_id=None, eos_token_id=0)  # fmt: skip
-TOWER = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, image_size=28,
+             head_dim=10, max_position_embeddings=256, pad_token_id=0, bos_token_id=None, eos_token_id=0)  # fmt: skip
+TOWER = dict(hidden_size=24, intermediate_size=60, num_hidden_layers=2, num_attention_heads=2, image_size=28,
              patch_size=14)  # fmt: skip
 
 

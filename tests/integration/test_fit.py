@@ -34,7 +34,7 @@ pytestmark = pytest.mark.backward_here  # live bytes are counted on the thread t
 def llama(**config: Any) -> Any:
     sizes = dict(
         hidden_size=HIDDEN, intermediate_size=INTERMEDIATE, num_hidden_layers=LAYERS, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, vocab_size=VOCABULARY, max_position_embeddings=TOKENS, use_cache=False,
+        num_key_value_heads=2, head_dim=24, vocab_size=VOCABULARY, max_position_embeddings=TOKENS, use_cache=False,
         attn_implementation="sdpa",
     )  # fmt: skip
     return causal_lm("llama", **{**sizes, **config})

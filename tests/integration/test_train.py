@@ -288,7 +288,7 @@ def test_lora_on_experts_is_tiled(dataset: Path, tmp_path: Path):
     vocabulary = tiny_run.save_tokenizer(directory)
     config = CONFIG_MAPPING["qwen3_moe"](
         vocab_size=vocabulary, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
-        head_dim=16, max_position_embeddings=tiny_run.POSITIONS, num_experts=4, num_experts_per_tok=2,
+        head_dim=20, max_position_embeddings=tiny_run.POSITIONS, num_experts=4, num_experts_per_tok=2,
         moe_intermediate_size=24, decoder_sparse_step=1, eos_token_id=0, pad_token_id=0, bos_token_id=None,
     )  # fmt: skip
     AutoModelForCausalLM.from_config(config).save_pretrained(directory)
@@ -417,7 +417,7 @@ def test_every_layers_block_is_found_at_the_peak_of_its_backward(blocks: str):
 
     # Of three layers whose MLP is 64 times as wide as the rest, nothing but the MLPs can hold much.
     config = LlamaConfig(
-        vocab_size=16, hidden_size=16, intermediate_size=1024, num_hidden_layers=3, num_attention_heads=1
+        vocab_size=16, hidden_size=16, intermediate_size=1024, num_hidden_layers=3, num_attention_heads=1, head_dim=12
     )
     model = LlamaForCausalLM(config).train()
     model.gradient_checkpointing_enable({"use_reentrant": False})

@@ -23,10 +23,10 @@ from seqtile.planner.step_config import Lora, Setup
 pytestmark = pytest.mark.backward_here  # a counter sees the operators of its own thread
 
 SIZES: dict[str, Any] = dict(
-    vocab_size=128, hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+    vocab_size=144, hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=24,
     max_position_embeddings=8192,
 )  # fmt: skip
-OF_STATES = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=16)
+OF_STATES = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=18, linear_value_head_dim=20)
 
 
 def config_of(family: str, layers: int) -> Any:

@@ -23,7 +23,7 @@ from seqtile import rules
 from seqtile.integrations import axolotl_checks
 
 SIZES = dict(vocab_size=64, hidden_size=16, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
-             num_key_value_heads=1)  # fmt: skip
+             num_key_value_heads=1, head_dim=10)  # fmt: skip
 
 
 @pytest.fixture

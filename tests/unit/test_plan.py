@@ -50,7 +50,7 @@ from seqtile.train.recipe import build_recipe, parse_lora, read_recipe, resolve
 
 SIZES: dict[str, Any] = dict(
     hidden_size=256, intermediate_size=704, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
-    vocab_size=1024, max_position_embeddings=65536, pad_token_id=0,
+    head_dim=48, vocab_size=1024, max_position_embeddings=65536, pad_token_id=0,
 )  # fmt: skip
 DEVICE = Device("small", 3 * 2**29, 10.0, "made up")
 
@@ -713,8 +713,8 @@ def test_offloaded_checkpoints_leave_all_but_those_in_flight(planner: Planner) -
     assert off.device.expected < on.device.expected
 
 
-# layers, bf16 output of [tokens, hidden], fp32 log-sum-exp of [tokens, heads]
-KEPT_BYTES = 4 * 16384 * (2 * 256 + 4 * 4)
+# layers, bf16 output of [tokens, queries], fp32 log-sum-exp of [tokens, heads]
+KEPT_BYTES = 4 * 16384 * (2 * 192 + 4 * 4)
 
 
 def test_attention_is_saved_where_that_fits_and_pays(
@@ -970,7 +970,7 @@ def test_the_users_kernels_and_targets_are_planned(folder: Path) -> None:
     few = parse_adapters("r=4,target_modules=q_proj+v_proj")
     assert few.target_modules == ("q_proj", "v_proj")
     trained = Planner(request_of(folder, lora=few)).counts.trained
-    assert trained == 4 * 4 * (256 + 256 + 256 + 128)  # layers, rank, in and out of queries and of values
+    assert trained == 4 * 4 * (256 + 192 + 256 + 96)  # layers, rank, in and out of queries and of values
 
 
 def test_micro_batches_are_in_the_plan_and_its_recipe(planner: Planner) -> None:
@@ -990,13 +990,13 @@ def test_ranks_that_share_a_sequence_hold_a_part_of_it(sharded: Planner) -> None
     request, counts = replace(sharded.request, sp_size=4), sharded.counts
     apart = on_device(request, counts, {"tokens": 8192.0}, Phase("attention", 0, "backward"))["engine buffers"]
     together = on_device(sharded.request, counts, {}, Phase("attention", 0, "backward"))["engine buffers"]
-    # query and output of 4 heads, keys and values of 4 (two of them repeated), of 64 each, bf16
-    assert apart - together == 2 * (2 * 4 + 2 * 4) * 64 * 8192
+    # query and output of 4 heads, keys and values of 4 (two of them repeated), of 48 each, bf16
+    assert apart - together == 2 * (2 * 4 + 2 * 4) * 48 * 8192
     apart, together = (
         on_device(one, counts, {"tokens": 8192.0}, Phase("attention", 0, "recompute"))["engine buffers"]
         for one in (request, sharded.request)
     )
-    assert apart - together == 2 * (3 * 4 + 2 * 4) * 64 * 8192  # the output twice more
+    assert apart - together == 2 * (3 * 4 + 2 * 4) * 48 * 8192  # the output twice more
     # Behind attention its output stands as the product after it saved it, too.
     for part, more in (
         (Phase("rest of the model", None, "backward"), 1),
@@ -1006,7 +1006,7 @@ def test_ranks_that_share_a_sequence_hold_a_part_of_it(sharded: Planner) -> None
         apart, together = (
             on_device(one, counts, {"tokens": 8192.0}, part)["engine buffers"] for one in (request, sharded.request)
         )
-        assert apart - together == more * 2 * 4 * 64 * 8192, part
+        assert apart - together == more * 2 * 4 * 48 * 8192, part
 
 
 def test_four_bit_weights_are_a_quarter_of_sixteen(folder: Path) -> None:

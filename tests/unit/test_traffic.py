@@ -22,8 +22,8 @@ from seqtile.planner.traffic import bytes_between_nodes, bytes_inside_a_node
 from seqtile.train.recipe import build_recipe, resolve
 
 CONFIG = LlamaConfig(
-    hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=2,
-    vocab_size=256, max_position_embeddings=2**20,
+    hidden_size=64, intermediate_size=144, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=2,
+    head_dim=10, vocab_size=256, max_position_embeddings=2**20,
 )  # fmt: skip
 
 
@@ -40,8 +40,8 @@ def ring() -> Planner:
 def test_a_ring_over_nodes_sends_keys_and_values_on(ring: Planner) -> None:
     tokens, counts = 4096, ring.counts
     found = bytes_between_nodes(ring.request, counts, tokens)
-    # One rank's keys and values of one layer, in bf16: tokens / 8 of 2 x 2 heads of 8.
-    sent = 2 * (tokens / 8) * 2 * 2 * 8
+    # One rank's keys and values of one layer, in bf16: tokens / 8 of 2 x 2 heads of 10.
+    sent = 2 * (tokens / 8) * 2 * 2 * 10
     assert found["keys and values"] == 3 * 7 * 3 * sent  # layers, turns; forward, recompute, backward
     assert found["gradients of keys and values"] == 3 * 8 * 2 * sent  # in fp32
     assert found["weights"] == 2 * 7 / 8 * 2 * counts.weights and found["gradients"] == 7 / 8 * 2 * counts.weights
@@ -58,27 +58,27 @@ def test_inside_a_node_each_link_of_a_ring_carries_as_much(ring: Planner) -> Non
     counts = ring.counts
     assert bytes_inside_a_node(ring.request, counts, 4096) == bytes_between_nodes(ring.request, counts, 4096)
     found = bytes_inside_a_node(request(engine="fsdp2", cp_size=4), counts, 4096)
-    sent = 2 * (4096 / 4) * 2 * 2 * 8
+    sent = 2 * (4096 / 4) * 2 * 2 * 10
     assert found["keys and values"] == 3 * 3 * 3 * sent
     # Of Ulysses' eight ranks three others are on this node, of its four all three others.
-    exchanged = 3 * (8 + 8 + 8 + 8) * 8 * 2 * 3
+    exchanged = 3 * (8 + 8 + 8 + 8) * 10 * 2 * 3
     for split, others in ((8, 3), (4, 3)):
         found = bytes_inside_a_node(request(engine="zero3", sp_size=split), counts, 4096)
-        width = exchanged * (4096 / split) if split == 8 else 3 * (8 + 8 + 4 + 4) * 8 * 2 * 3 * (4096 / split)
+        width = exchanged * (4096 / split) if split == 8 else 3 * (8 + 8 + 4 + 4) * 10 * 2 * 3 * (4096 / split)
         assert found["attention heads"] == width * others / split
     assert bytes_inside_a_node(request(engine="ddp", gpus=2), counts, 64) == {}
 
 
 def test_ulysses_over_nodes_sends_what_is_for_the_others(ring: Planner) -> None:
     found = bytes_between_nodes(request(engine="zero3", sp_size=8), ring.counts, 4096)
-    # Query and output, keys and values repeated to 8 heads, of width 8, in bf16; half of the ranks are elsewhere.
-    assert found["attention heads"] == 3 * (4096 / 8) * (8 + 8 + 8 + 8) * 8 * 2 * 3 * 4 * (1 / 2)
+    # Query and output, keys and values repeated to 8 heads, of width 10, in bf16; half of the ranks are elsewhere.
+    assert found["attention heads"] == 3 * (4096 / 8) * (8 + 8 + 8 + 8) * 10 * 2 * 3 * 4 * (1 / 2)
 
 
 def test_groups_that_end_elsewhere_than_nodes_send_from_the_node_that_sends_most(ring: Planner) -> None:
     """Two nodes of six, sequences of four: ranks 4 and 5 of node 0 share one with 6 and 7 of node 1."""
     found = bytes_between_nodes(request(engine="zero3", gpus=12, sp_size=4), ring.counts, 4096)
-    assert found["attention heads"] == 3 * (4096 / 4) * (8 + 8 + 4 + 4) * 8 * 2 * 3 * (2 * 2) / 4
+    assert found["attention heads"] == 3 * (4096 / 4) * (8 + 8 + 4 + 4) * 10 * 2 * 3 * (2 * 2) / 4
     # Three nodes of four, rings of six: node 1 has the end of one ring and the beginning of the next.
     uneven = bytes_between_nodes(request(engine="fsdp2", gpus=12, nodes=3, cp_size=6), ring.counts, 4096)
     one_link = bytes_inside_a_node(request(engine="fsdp2", gpus=12, nodes=3, cp_size=6), ring.counts, 4096)

@@ -83,7 +83,7 @@ def test_layers_that_ring_attention_cannot_compute(tmp_path: Path):
     from seqtile.train.load import check_split
 
     values = {"model": str(tmp_path), "engine": "fsdp2", "cp_size": 2, "max_length": 64}
-    small = dict(hidden_size=32, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2, vocab_size=64)
+    small = dict(hidden_size=32, intermediate_size=72, num_attention_heads=4, num_key_value_heads=2, vocab_size=64)
     MistralConfig(**small, sliding_window=32).save_pretrained(tmp_path)
     for length in (64, 32):  # accelerate refuses a window that no row reaches, too
         with pytest.raises(

@@ -149,8 +149,9 @@ def test_fields_of_a_text_model_and_of_routers(tmp_path: Path) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, eos_token_id=0,
-                 num_key_value_heads=1, num_local_experts=2, pad_token_id=0, bos_token_id=None)  # fmt: skip
+    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, head_dim=20,
+                 eos_token_id=0, num_key_value_heads=1, num_local_experts=2, pad_token_id=0,
+                 bos_token_id=None)  # fmt: skip
     vocab = tiny_run.save_tokenizer(tmp_path / "moe")
     torch.manual_seed(0)
     config = AutoConfig.for_model("mixtral", vocab_size=vocab, sliding_window=None, **sizes)
