@@ -75,8 +75,8 @@ def test_fake_and_real_steps_in_chunks_hold_the_same_bytes_under_their_names() -
     }
     inputs = tokens * 64 * 4
     assert largest[CHECKPOINTS] == 2 * inputs  # of two segments
-    assert largest[KEYS] == largest[KEY_GRADIENTS] == tokens * 2 * 2 * 16 * 4  # of the layer that attends
-    state = 4 * 16 * 16 + (2 * 2 * 16 + 4 * 16) * 4  # of the delta rule, and of the convolution
+    assert largest[KEYS] == largest[KEY_GRADIENTS] == tokens * 2 * 2 * 24 * 4  # of the layer that attends
+    state = 4 * 18 * 20 + (2 * 2 * 18 + 4 * 20) * 4  # of the delta rule, and of the convolution
     assert largest[CHUNK_STATES] >= 5 * 3 * state * 4  # three layers, at the starts of all chunks but the first
 
 
