@@ -43,13 +43,13 @@ from seqtile._errors import UserError
 from seqtile.counting import count_live_bytes
 from seqtile.counting.fake import fake_tensors, make_fake
 from seqtile.counting.watch import Watch, name_of, tensors_in
+from seqtile.models.configs import read_config
 from seqtile.ops import mlp_tile, pointwise
 from seqtile.ops.grad_accumulator import as_on_an_accelerator
 from seqtile.ops.kernels import Kernel, Kernels
 from seqtile.ops.lm_loss import row_kernels
 from seqtile.planner.accelerator_functions import accelerator_functions
 from seqtile.planner.fake_step import prepare_optimizer, update
-from seqtile.planner.model_shapes import read_config
 from seqtile.planner.step_config import make_optimizer
 from seqtile.tiling import BlockShape
 
@@ -392,7 +392,7 @@ def record_step(method: str, tokens: int, layers: int, lora: int, *, model: str 
         tokens: of the row.
         layers: decoder layers.
         lora: rank of the adapters, 0 to train all weights.
-        model: as :func:`seqtile.planner.model_shapes.read_config` takes it.
+        model: as :func:`seqtile.models.configs.read_config` takes it.
     """
     chosen, record = step_method(method), Record()
     ours = chosen.options is not None

@@ -20,12 +20,13 @@ from seqtile._errors import UserError
 from seqtile.checkpointing.keep_attention import kept_per_token
 from seqtile.counting import count_live_bytes
 from seqtile.devices import synchronize
+from seqtile.models.configs import read_config
+from seqtile.models.layer_fields import first_layers
 from seqtile.ops.attention.kernel_calls import names_of_kernels
 from seqtile.options import changed
 from seqtile.planner.accelerators import Device
 from seqtile.planner.fake_step import build, build_bare, compute_loss, prepare_optimizer, update
-from seqtile.planner.layer_structure import find_depths, first_layers
-from seqtile.planner.model_shapes import read_config
+from seqtile.planner.layer_structure import find_depths
 from seqtile.planner.request import Request
 from seqtile.planner.sharding_terms import CONSTANTS
 from seqtile.planner.step_config import Lora, make_optimizer
@@ -44,7 +45,7 @@ class Attempt:
     """One row length on one rung.
 
     Attributes:
-        model: as :func:`seqtile.planner.model_shapes.read_config` takes it.
+        model: as :func:`seqtile.models.configs.read_config` takes it.
         rung: number of the rung in :data:`technique_ladder.RUNGS`.
         tokens: of the row.
         layers: decoder layers that run.

@@ -16,13 +16,13 @@ import datetime
 import torch
 import transformers
 
+from seqtile.models.configs import read_config
+from seqtile.models.layer_fields import first_layers
 from seqtile.options import changed
 from seqtile.planner.extrapolate import predict
 from seqtile.planner.fake_step import build
 from seqtile.planner.kernel_workspace import flash2_workspace
-from seqtile.planner.layer_structure import first_layers
 from seqtile.planner.live_at_peaks import CHECKPOINTS, GRADIENTS, OPTIMIZER, WEIGHTS
-from seqtile.planner.model_shapes import read_config
 from seqtile.planner.step_config import Lora, Setup
 from seqtile.planner.tile_choice import head_tile
 

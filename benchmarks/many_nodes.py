@@ -17,10 +17,10 @@ from typing import Any
 
 from pages import write_between
 from seqtile.devices import package_version
+from seqtile.models.configs import read_config
 from seqtile.options import TilingOptions
 from seqtile.planner.accelerators import find_device
 from seqtile.planner.memory_plan import Planner
-from seqtile.planner.model_shapes import read_config
 from seqtile.planner.request import Request
 from seqtile.planner.step_config import PLANNED
 from seqtile.planner.traffic import bytes_between_nodes

@@ -19,9 +19,9 @@ import seqtile
 from cell import OURS
 from seqtile._errors import UserError
 from seqtile.install.apply import apply_options
+from seqtile.models.layer_fields import first_layers
 from seqtile.options import TilingOptions, changed
 from seqtile.planner.fake_step import build_bare
-from seqtile.planner.layer_structure import first_layers
 from seqtile.planner.step_config import Setup
 from seqtile.recognise.decoder_layers import decoder_layers
 from seqtile.tiling import FUSED_WIDTHS, LIVE_WIDTHS, BlockShape, parse_tile

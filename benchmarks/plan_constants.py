@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from environment import environment, stamp
+from seqtile.models.configs import read_config
 from seqtile.options import changed
 from seqtile.planner.accelerators import find_device
 from seqtile.planner.memory_plan import Planner
-from seqtile.planner.model_shapes import read_config
 from seqtile.planner.request import Request
 from seqtile.planner.sharding_terms import CONSTANTS
 

@@ -36,8 +36,8 @@ from methods import STEP_METHODS, build_model, install_step, step_method, use_li
 from seqtile._errors import UserError
 from seqtile.counting import count_live_bytes
 from seqtile.devices import empty_cache, is_accelerator, synchronize
+from seqtile.models.configs import read_config
 from seqtile.planner.fake_step import update
-from seqtile.planner.model_shapes import read_config
 from seqtile.planner.step_config import make_optimizer
 from suite import GIB, RESULTS, Row, Suite
 

@@ -232,8 +232,8 @@ def main() -> int:
 def plan_ladder(arguments: argparse.Namespace) -> list[Row]:
     """The rows, which are written too."""
     from seqtile.cli.plan_command import host_bytes, parse_adapters, refuse_unreachable
+    from seqtile.models.configs import read_config
     from seqtile.planner.accelerators import find_device
-    from seqtile.planner.model_shapes import read_config
     from seqtile.planner.names import SCANS, check_names, split_offload
 
     logging.getLogger("transformers").setLevel(logging.ERROR)

@@ -33,6 +33,7 @@ ORDER = """
     ops
     engines checkpointing
     recognise
+    models
     blocks
     lm_loss headwise state host_weights
     chunks

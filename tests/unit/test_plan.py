@@ -25,9 +25,10 @@ from seqtile.cli import console, main
 from seqtile.cli.plan_command import parse_adapters
 from seqtile.counting import count_products
 from seqtile.host_weights import standing_host_weights
+from seqtile.models import configs
+from seqtile.models.configs import NAMED, is_masked_lm, read_config
 from seqtile.options import changed
 from seqtile.planner import explain as explain_module
-from seqtile.planner import model_shapes
 from seqtile.planner.accelerators import DEVICES, Device, find_device
 from seqtile.planner.explain import explain, next_step, proposals, recipe
 from seqtile.planner.extrapolate import fit_for
@@ -35,7 +36,6 @@ from seqtile.planner.fake_step import build, fake_step
 from seqtile.planner.flops import forward_of_layers
 from seqtile.planner.layer_structure import count_weights
 from seqtile.planner.memory_plan import WORTH, Estimate, Planner, choose_attention_saved, plan
-from seqtile.planner.model_shapes import NAMED, is_masked_lm, read_config
 from seqtile.planner.names import STATE_BYTES
 from seqtile.planner.phases import Phase
 from seqtile.planner.request import Request
@@ -133,8 +133,8 @@ def test_the_longest_length_is_within_the_positions_and_what_is_beyond_is_anothe
     named: bool, lengths: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sizes = {name: value for name, value in SIZES.items() if name != "max_position_embeddings"}
-    monkeypatch.setitem(model_shapes.NAMED, "a-shape", ("llama", sizes))
-    monkeypatch.setitem(model_shapes.NAMED_POSITIONS, "a-shape", (4096, "yarn", 1))
+    monkeypatch.setitem(configs.NAMED, "a-shape", ("llama", sizes))
+    monkeypatch.setitem(configs.NAMED_POSITIONS, "a-shape", (4096, "yarn", 1))
     AutoConfig.for_model("llama", **{**SIZES, "max_position_embeddings": 4096}).save_pretrained(tmp_path)
     model = "a-shape" if named else str(tmp_path)
     command = ["plan", "--model", model, "--device", "1.5GiB", "--checkpoint", "layer", *lengths]

@@ -16,6 +16,7 @@ import tiny_run
 from seqtile._errors import UserError
 from seqtile.cli import main
 from seqtile.devices import GIB
+from seqtile.models.configs import read_config
 from seqtile.options import changed
 from seqtile.planner.accelerators import Device
 from seqtile.planner.explain import proposals
@@ -35,7 +36,6 @@ from seqtile.planner.grpo import (
 )
 from seqtile.planner.live_at_peaks import CHECKPOINTS, GRADIENTS, OPTIMIZER, WEIGHTS, track
 from seqtile.planner.memory_plan import Planner
-from seqtile.planner.model_shapes import read_config
 from seqtile.planner.phases import OPTIMIZER_STEP, Phase
 from seqtile.planner.request import Request
 from seqtile.planner.sharding_terms import CONSTANTS, NF4_BYTES

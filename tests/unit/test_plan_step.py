@@ -15,11 +15,12 @@ from torch.utils._pytree import tree_leaves
 from transformers import CONFIG_MAPPING, AutoConfig
 
 import zoo
+from seqtile.models.layer_fields import first_layers
 from seqtile.ops.lm_loss.kept_tokens import KeptTokens
 from seqtile.options import changed
 from seqtile.planner.extrapolate import fit_lines
 from seqtile.planner.fake_step import build, build_bare, fake_step, real_step
-from seqtile.planner.layer_structure import find_depths, first_layers
+from seqtile.planner.layer_structure import find_depths
 from seqtile.planner.live_at_peaks import CHECKPOINTS, track
 from seqtile.planner.phases import HEAD, REST, Phase
 from seqtile.planner.step_config import Lora, Setup

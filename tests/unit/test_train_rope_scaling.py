@@ -11,8 +11,8 @@ import yaml
 from transformers import AutoConfig
 
 from seqtile import UserError
-from seqtile.planner.model_shapes import max_positions
-from seqtile.planner.rope_scaling import scale_positions, scaling_for
+from seqtile.models.configs import max_positions
+from seqtile.models.rope_scaling import scale_positions, scaling_for
 from zoo import causal_lm
 
 ROPES: dict[str, tuple[str, dict[str, Any], int, float]] = {

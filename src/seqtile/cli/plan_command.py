@@ -80,8 +80,8 @@ def command(
     import logging
     from pathlib import Path
 
+    from seqtile.models.configs import max_positions, named_positions, read_config
     from seqtile.planner.accelerators import find_device
-    from seqtile.planner.model_shapes import max_positions, named_positions, read_config
     from seqtile.planner.names import check_names, split_offload
 
     # Names, numbers and paths are checked first: importing what runs the step takes seconds.
@@ -112,9 +112,9 @@ def command(
     refuse_unreachable(model)
     with status(json, "reading the model's configuration") as progress:
         adapters = parse_adapters(lora) if lora is not None else parse_adapters("16") if qlora else None
+        from seqtile.models.rope_scaling import scale_positions, scaling_for
         from seqtile.planner.pictures import read_pictures
         from seqtile.planner.request import Request, refuse_encoder
-        from seqtile.planner.rope_scaling import scale_positions, scaling_for
         from seqtile.planner.step_config import Grpo
 
         logging.getLogger("transformers").setLevel(logging.ERROR)
@@ -274,7 +274,7 @@ def refuse_unreachable(model: str) -> None:
     """
     from pathlib import Path
 
-    from seqtile.planner.model_shapes import NAMED, refuse_missing
+    from seqtile.models.configs import NAMED, refuse_missing
     from seqtile.train.check_early import check_hub_name
 
     refuse_missing(model)

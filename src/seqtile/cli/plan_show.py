@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from seqtile.devices import GIB
+from seqtile.models.configs import NAMED
 from seqtile.options import to_flag
 from seqtile.planner.estimate import Bounds, Estimate, Saving
 from seqtile.planner.explain import (
@@ -27,7 +28,6 @@ from seqtile.planner.explain import (
     rope_scaling_key,
 )
 from seqtile.planner.memory_plan import SPLITS, Planner
-from seqtile.planner.model_shapes import NAMED
 from seqtile.planner.request import Request
 from seqtile.planner.traffic import bytes_between_nodes, bytes_inside_a_node
 

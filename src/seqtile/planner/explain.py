@@ -8,6 +8,8 @@ from typing import Any
 from seqtile._errors import UserError
 from seqtile.checkpointing.keep_attention import wide_heads
 from seqtile.install.loss_and_checkpoints import recomputed
+from seqtile.models.configs import named_scaling
+from seqtile.models.rope_scaling import scaling_for
 from seqtile.ops.attention.backends import recommended
 from seqtile.options import DEFAULTS, WRITTEN, offload_of
 from seqtile.planner.estimate import Estimate
@@ -15,9 +17,7 @@ from seqtile.planner.kinds import step_kinds_of
 from seqtile.planner.live_at_peaks import CHECKPOINTS, KEPT, KEPT_TILES
 from seqtile.planner.memory_plan import LONGEST, Planner
 from seqtile.planner.model_errors import in_one_sentence
-from seqtile.planner.model_shapes import named_scaling
 from seqtile.planner.request import Request
-from seqtile.planner.rope_scaling import scaling_for
 from seqtile.planner.step_config import Grpo, Lora
 from seqtile.planner.techniques import (
     CHECKPOINTS_ON_HOST,

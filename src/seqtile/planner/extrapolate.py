@@ -11,10 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from seqtile.models.layer_fields import experts_of
 from seqtile.ops.attention.prefix import KEYS_AT_ONCE
 from seqtile.options import changed
 from seqtile.planner.fake_step import build, build_bare, fake_step
-from seqtile.planner.layer_structure import Depths, experts_of, find_depths
+from seqtile.planner.layer_structure import Depths, find_depths
 from seqtile.planner.live_at_peaks import KEPT_TILES, KERNELS, PIECE_GRADIENTS, Workspace
 from seqtile.planner.phases import Phase
 from seqtile.planner.step_config import Setup

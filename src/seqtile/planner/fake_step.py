@@ -22,6 +22,9 @@ from seqtile.chunks.layer_call import ChunkedCall
 from seqtile.counting.fake import fake_tensors, make_fake
 from seqtile.install.adapters import lora_config, without_adapters
 from seqtile.install.apply import apply, apply_options, undo
+from seqtile.models.causal import causal_model
+from seqtile.models.configs import is_masked_lm, towers_of
+from seqtile.models.layer_fields import first_layers
 from seqtile.ops.attention.kernel_calls import is_attention
 from seqtile.ops.attention.prefix import KeyValues
 from seqtile.ops.grad_accumulator import LOW, as_on_an_accelerator, products_sum_in_fp32
@@ -29,7 +32,7 @@ from seqtile.ops.mlp_tile import Pass as MlpPass
 from seqtile.planner.accelerator_functions import accelerator_functions
 from seqtile.planner.flash_shapes import register_flash_shapes as register_flash
 from seqtile.planner.kinds import step_kinds_of
-from seqtile.planner.layer_structure import LayerSample, first_layers
+from seqtile.planner.layer_structure import LayerSample
 from seqtile.planner.liger_shapes import use_shapes as use_liger_shapes
 from seqtile.planner.live_at_peaks import (
     CHECKPOINTS,
@@ -47,8 +50,7 @@ from seqtile.planner.live_at_peaks import (
     track,
 )
 from seqtile.planner.middle_tiles import MiddleTiles
-from seqtile.planner.model_shapes import is_masked_lm, towers_of
-from seqtile.planner.phases import OPTIMIZER_STEP, REST, Phase, causal_model, label_phases
+from seqtile.planner.phases import OPTIMIZER_STEP, REST, Phase, label_phases
 from seqtile.planner.pictures import ANY_SIZE, ONE_SIZE
 from seqtile.planner.step_config import Built, Setup, make_optimizer
 from seqtile.planner.step_run import StepRun

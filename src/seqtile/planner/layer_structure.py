@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
-from transformers import PretrainedConfig
 from transformers.pytorch_utils import Conv1D
 
 from seqtile._errors import UserError
 from seqtile.checkpointing.keep_attention import largest_of_layers
+from seqtile.models.layer_fields import experts_of, fields_by_layer
 from seqtile.planner.phases import Phase
 from seqtile.recognise.decoder_layers import DecoderLayer, decoder_layers
 from seqtile.recognise.packed_experts import packable_experts, whole_experts
@@ -50,7 +50,7 @@ class LayerSample:
         setattr(model.get_submodule(owner), name, nn.ModuleList(layers))
         text.num_hidden_layers = len(layers)
         computed = {}
-        for name, values in _by_layer(whole):
+        for name, values in fields_by_layer(whole):
             picked = type(values)(values[number] for number in self.layers)
             if isinstance(getattr(type(whole), name, None), property):  # worked out from other fields
                 computed[name] = picked
@@ -299,35 +299,6 @@ def count_weights(config: Any, model: nn.Module) -> Counts:
         vocabulary=int(text.vocab_size),
         attentions=sum(any(not mixer.has_state for mixer in layer.mixers) for layer in decoder),
     )
-
-
-def experts_of(text: Any) -> int:
-    """Experts of a layer of the language model with this configuration, or 0."""
-    names = ("num_local_experts", "num_experts", "n_routed_experts")
-    return next((int(experts) for name in names if (experts := largest_of_layers(text, name))), 0)
-
-
-def first_layers(config: Any, layers: int) -> Any:
-    """A copy of ``config`` with its first ``layers`` decoder layers only."""
-    config = copy.deepcopy(config)
-    text = config.get_text_config()
-    for name, values in _by_layer(text):
-        if name in vars(text):
-            setattr(text, name, type(values)(values[:layers]))
-    text.num_hidden_layers = layers
-    return config
-
-
-def _by_layer(text: Any) -> list[tuple[str, Any]]:
-    """Per-layer fields and properties of a language model's configuration."""
-    # Not the properties that every configuration has: reading some of them warns.
-    classes = [base for base in type(text).__mro__ if not issubclass(PretrainedConfig, base)]
-    properties = (name for base in classes for name, value in vars(base).items() if isinstance(value, property))
-    names = {*vars(text), *properties}
-    names -= set(getattr(text, "per_layer_attributes", None) or ())  # read from the configuration of each layer alone
-    values = [(name, getattr(text, name, None)) for name in sorted(names - {"architectures"})]
-    total = text.num_hidden_layers
-    return [(name, value) for name, value in values if isinstance(value, list | tuple) and len(value) == total]
 
 
 def _layer_list(layers: Sequence[DecoderLayer]) -> str | None:

@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 from seqtile._errors import UserError
 from seqtile.engines.sequence_parallel import refuse_split_states, why_no_ring
+from seqtile.models.configs import towers_of
+from seqtile.models.rope_scaling import scaling_for
 from seqtile.options import changed
 from seqtile.planner.estimate import Bounds, Estimate, Saving
 from seqtile.planner.extrapolate import Lines, fit_for, with_kept_tiles
@@ -27,7 +29,6 @@ from seqtile.planner.live_at_peaks import (
     PIECE_GRADIENTS,
     WEIGHTS,
 )
-from seqtile.planner.model_shapes import towers_of
 from seqtile.planner.names import STATE_BYTES
 from seqtile.planner.phases import ATTENTION, BLOCK, BLOCK_AND_NORMS, HEAD, REST, STATE, Phase
 from seqtile.planner.request import (
@@ -37,7 +38,6 @@ from seqtile.planner.request import (
     check_request,
     check_request_combination,
 )
-from seqtile.planner.rope_scaling import scaling_for
 from seqtile.planner.sharding_terms import (
     BUFFERS,
     CONSTANTS,

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from seqtile._compat import tree_iter
 from seqtile.counting import LiveBytes
 from seqtile.devices import synchronize
+from seqtile.models.causal import causal_model
 from seqtile.recognise.decoder_layers import decoder_layers
 
 if TYPE_CHECKING:
@@ -192,11 +193,6 @@ def label_phases(
         yield labels
     finally:
         labels.close()
-
-
-def causal_model(model: Any) -> Any:
-    """The causal language model itself, under PEFT's wrapper if there is one."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def _number(numbers: dict[str, int], name: str) -> int | None:

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from seqtile._errors import UserError
+from seqtile.models.configs import is_masked_lm, max_positions
+from seqtile.models.rope_scaling import lift
 from seqtile.options import TilingOptions
 from seqtile.planner.accelerators import Device
 from seqtile.planner.layer_structure import Counts
-from seqtile.planner.model_shapes import is_masked_lm, max_positions
 from seqtile.planner.names import check_names
-from seqtile.planner.rope_scaling import lift
 from seqtile.planner.step_config import PLANNED, Grpo, Lora, Pictures, Rollouts, Setup
 from seqtile.recognise.packed_experts import why_experts_stay_whole
 from seqtile.rules import SHARDED, Combination, ModelFacts, check_combination

@@ -10,9 +10,9 @@ from torch import nn
 
 from seqtile.blocks.instance import Installed
 from seqtile.blocks.layer import TiledLayer, tiled_layer
+from seqtile.models.causal import causal_model
 from seqtile.options import changed
 from seqtile.planner.layer_structure import Depths
-from seqtile.planner.phases import causal_model
 from seqtile.planner.step_config import Built, Setup
 from seqtile.tiling import BlockShape, chunk_sizes, head_sizes, parse_tile, sizes_within
 

@@ -16,11 +16,9 @@ from seqtile._log import first_rank_logger
 from seqtile.checkpointing.reentrant import shares_keys
 from seqtile.devices import device_type
 from seqtile.engines.sequence_parallel import refuse_split_states, why_no_ring
-from seqtile.planner.layer_structure import experts_of
-from seqtile.planner.model_shapes import max_positions as max_positions
-from seqtile.planner.model_shapes import towers_of
-from seqtile.planner.phases import causal_model as causal_model
-from seqtile.planner.rope_scaling import lift, scale_positions
+from seqtile.models.configs import max_positions, towers_of
+from seqtile.models.layer_fields import experts_of
+from seqtile.models.rope_scaling import lift, scale_positions
 from seqtile.recognise.decoder_layers import states_of
 from seqtile.recognise.known_code import is_known
 from seqtile.recognise.packed_experts import (

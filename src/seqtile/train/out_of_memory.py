@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from seqtile._compat import GRADIENT_NORM_METHODS, FakeTensor, backward_pass, local_part, storage_key
 from seqtile.devices import available_host_bytes, device_bytes
-from seqtile.planner.phases import causal_model
+from seqtile.models.causal import causal_model
 from seqtile.recognise.decoder_layers import decoder_layers
 from seqtile.tiling import parse_bytes
 

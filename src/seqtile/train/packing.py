@@ -76,7 +76,8 @@ def _shallow_copy(model: Any) -> Any:
     """A model of the same kinds of layers, as few as hold them all, with plain attention, where training will run."""
     import torch
 
-    from seqtile.planner.layer_structure import find_depths, first_layers
+    from seqtile.models.layer_fields import first_layers
+    from seqtile.planner.layer_structure import find_depths
 
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
     on_cpu = device.type == "cpu"

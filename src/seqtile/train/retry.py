@@ -20,8 +20,8 @@ from seqtile._compat import restore_step_sums, step_sums
 from seqtile._errors import RunError, UserError
 from seqtile._log import first_rank_logger
 from seqtile.devices import empty_cache
+from seqtile.models.causal import causal_model
 from seqtile.planner.ladder import changes, tighter, would_avoid
-from seqtile.planner.phases import causal_model
 from seqtile.planner.step_config import Built, Setup
 from seqtile.planner.tile_choice import largest_tile
 from seqtile.train.fit import can_offload, request_of, settings_of, updates_of

@@ -19,8 +19,8 @@ from trl import SFTTrainer  # type: ignore[attr-defined]
 from seqtile._compat import kept_in_fp32
 from seqtile._errors import RunError, UserError, in_its_words, is_ours
 from seqtile._log import first_rank_logger
+from seqtile.models.causal import causal_model
 from seqtile.ops.lm_loss.kept_tokens import IGNORED
-from seqtile.planner.phases import causal_model
 from seqtile.recognise.decoder_layers import decoder_layers
 from seqtile.train.data_summary import DataSummary, summarise
 from seqtile.train.evaluation import Evaluated, exchange_in_evaluations

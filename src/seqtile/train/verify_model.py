@@ -36,7 +36,8 @@ def check_recipe(values: dict[str, Any]) -> Recipe:
 
 def with_default_length(recipe: Recipe) -> Recipe:
     """``recipe`` with a batch of :data:`DEFAULT_TOKENS`, or of the model's positions if fewer."""
-    from seqtile.train.load import bare_config, max_positions
+    from seqtile.models.configs import max_positions
+    from seqtile.train.load import bare_config
 
     positions = None if recipe.model == DEMO else max_positions(bare_config(recipe)[1])
     return recipe.changed(max_length=min(DEFAULT_TOKENS, positions or DEFAULT_TOKENS))

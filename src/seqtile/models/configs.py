@@ -1,4 +1,4 @@
-"""The model of a plan: its configuration, from a file, a Hub id or a name; no weights are needed."""
+"""The configuration of a model, from a file, a Hub id or a name, and what it says; no weights are needed."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import math
 from typing import Any
 
 from seqtile._errors import UserError
-from seqtile.planner.model_shapes import max_positions
+from seqtile.models.configs import max_positions
 
 UNSCALED = "default"
 LARGEST_FACTOR = 10_000

@@ -1,0 +1,1 @@
+"""What a Transformers model and its config say: positions, rotary scaling, towers, experts, depth."""
