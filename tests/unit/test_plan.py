@@ -674,12 +674,16 @@ def test_the_next_step_is_what_it_promises(planner: Planner) -> None:
         (
             "--keep 0.5 --checkpoint layer --engine zero3",
             ["nothing kept", "checkpoints on the host", "optimizer on the host", "Ulysses", "8-bit states",
-             "minimal memory"],
+             "minimal memory", "chunks of layers"],
         ),
         (
             "--engine ddp",
             ["checkpoints of layer inputs", "layers with a state in tiles", "checkpoints on the host", "ZeRO-3",
-             "Ulysses", "8-bit states", "minimal memory"],
+             "Ulysses", "8-bit states", "minimal memory", "chunks of layers", "chunks of four layers"],
+        ),
+        (
+            "--checkpoint layer --chunk auto --loss full --engine ddp",
+            ["tiled loss", "checkpoints on the host", "ZeRO-3", "Ulysses", "8-bit states", "segments of four layers"],
         ),
     ],
 )  # fmt: skip

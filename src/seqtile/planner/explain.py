@@ -21,8 +21,11 @@ from seqtile.planner.request import Request
 from seqtile.planner.step_config import Grpo, Lora
 from seqtile.planner.techniques import (
     CHECKPOINTS_ON_HOST,
+    CHUNKS,
+    CHUNKS_OF_SEGMENTS,
     LAYER_CHECKPOINTS,
     MINIMAL_MEMORY,
+    SEGMENTS,
     STATE_TILES,
     TILED_LOSS,
     TILED_MLP,
@@ -97,6 +100,9 @@ def sleeping(grpo: Grpo | None) -> Technique:
     return Technique("sleeping generator", changes, "vLLM frees its memory during the step", "--generator sleep")
 
 
+SLOW_TO_PLAN = (MINIMAL_MEMORY, CHUNKS, CHUNKS_OF_SEGMENTS, SEGMENTS)
+
+
 def next_step(planner: Planner, longest: int, asked: int = 0) -> NextSetting | None:
     """The setting that buys most length, or the cheapest that doubles it and reaches what was asked; None if none buys.
 
@@ -114,7 +120,7 @@ def next_step(planner: Planner, longest: int, asked: int = 0) -> NextSetting | N
     if longest >= furthest:
         return None
     for technique in proposals(planner):
-        if technique is MINIMAL_MEMORY and best is not None:
+        if technique in SLOW_TO_PLAN and best is not None:
             break  # many small kernels, and fake runs of many operators: for where nothing else is left
         try:
             with in_one_sentence(request.config):
@@ -135,7 +141,9 @@ def proposals(planner: Planner) -> list[Technique]:
     """Techniques that the request does not use, cheapest in time first."""
     request = planner.request
     options = request.options
-    untouched = options.blocks == "auto" and options.heads is None
+    untouched = options.blocks == "auto" and options.heads is None and options.chunk is None
+    whole = untouched and options.state is None and request.split == 1
+    one_by_one = request.sharded or options.weights_on_host  # a layer's weights are freed after it ran
     double = 2 * request.sp_size
     idle_states = "optimizer" in request.engine_offload and planner.host_has_room  # smaller ones would buy nothing
     sequence = Technique(
@@ -159,6 +167,9 @@ def proposals(planner: Planner) -> list[Technique]:
         (sequence, request.gpus > request.split and request.cp_size == 1),
         (EIGHT_BIT_STATES, request.optimizer == "adamw" and request.lora is None and not idle_states),
         (MINIMAL_MEMORY, untouched),
+        (CHUNKS, whole),
+        (CHUNKS_OF_SEGMENTS, whole and not one_by_one),
+        (SEGMENTS, options.chunk is not None and options.segment == 1 and not one_by_one),
     )
     return [technique for technique, is_open in order if is_open]
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from seqtile._compat import FLASH_CPU_BACKWARD
 from seqtile._errors import UserError
 from seqtile._log import log_level
+from seqtile.blocks import layer as tiled_layer
 from seqtile.checkpointing.policies import standing_checkpointing
 from seqtile.chunks.layer_call import ChunkedCall
 from seqtile.counting.fake import fake_tensors, make_fake
@@ -272,9 +273,10 @@ def tracked_step(built: Built, setup: Setup, tokens: int, live: Tracker) -> Step
             for weight in weights:
                 weight.grad = torch.zeros_like(weight)
     live.watching = True
-    on_cpu = setup.device_type == "cpu"
+    on_cpu, chunked = setup.device_type == "cpu", setup.options.chunk is not None
     try:
         with (
+            log_level(tiled_layer.logger.name, logging.ERROR) if chunked else nullcontext(),  # our hooks are news to it
             count_generator_states(live) if on_cpu else nullcontext(),
             _file_kept_tiles(live),
             _file_kept_of_chunks(live),
@@ -284,7 +286,7 @@ def tracked_step(built: Built, setup: Setup, tokens: int, live: Tracker) -> Step
                 built.blocks,
                 layers=True,
                 pictures=setup.pictures is not None,
-                chunked=setup.options.chunk is not None,
+                chunked=chunked,
             ) as labels,
         ):
             loss = compute_loss(model, setup, batch)

@@ -156,7 +156,7 @@ def label_phases(
         blocks: its position-wise blocks, from the report of :func:`seqtile.apply`.
         layers: put the number of the decoder layer behind each name, ``"MLP#3, backward"``.
         pictures: give what runs before the language model a name: its vision tower and projector.
-        chunked: layers run in chunks, so that no block shares a tile with its norm.
+        chunked: layers run in chunks, where a block always gets hooks: its norm runs apart, which holds as much.
     """
     labels = _Labels(live)
     decoder = decoder_layers(model)

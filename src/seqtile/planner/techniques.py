@@ -92,6 +92,8 @@ CHUNKS_OF_SEGMENTS = Technique(
     "--chunk auto --segment 4",
 )
 
+SEGMENTS = Technique("segments of four layers", {"segment": 4}, "four layers run together on each chunk", "--segment 4")
+
 
 def can_stream(request: Request) -> bool:
     """Whether the frozen weights of its layers can wait on the host."""
