@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from seqtile._compat import FLASH_CPU_BACKWARD
 from seqtile._errors import UserError
 from seqtile._log import log_level
-from seqtile.blocks import layer as tiled_layer
+from seqtile.blocks.instance import logger as block_logger
 from seqtile.checkpointing.policies import standing_checkpointing
 from seqtile.chunks.layer_call import ChunkedCall
 from seqtile.counting.fake import fake_tensors, make_fake
@@ -276,7 +276,7 @@ def tracked_step(built: Built, setup: Setup, tokens: int, live: Tracker) -> Step
     on_cpu, chunked = setup.device_type == "cpu", setup.options.chunk is not None
     try:
         with (
-            log_level(tiled_layer.logger.name, logging.ERROR) if chunked else nullcontext(),  # our hooks are news to it
+            log_level(block_logger.name, logging.ERROR) if chunked else nullcontext(),  # our hooks are news to it
             count_generator_states(live) if on_cpu else nullcontext(),
             _file_kept_tiles(live),
             _file_kept_of_chunks(live),
