@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -52,6 +53,18 @@ def test_the_directory_of_a_killed_run_is_free_at_once(tmp_path: Path):
             take_lock(FileLock(tmp_path / LOCK))
         finally:
             os.kill(child, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_file_system_that_cannot_lock_is_refused(code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    (tmp_path / LOCK).touch()
+    monkeypatch.setattr(FileLock, "_acquire", refuse)
+    for check in (lambda: take_lock(FileLock(tmp_path / LOCK)), lambda: check_unlocked(tmp_path)):
+        with pytest.raises(UserError, match="cannot lock output"):
+            check()
 
 
 def test_a_look_whether_it_is_locked_leaves_nothing(tmp_path: Path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -100,7 +101,8 @@ def train(
             done = [*retries, {**retry, "how": f"from {start.name}"}]
             logger.warning("%s", said(done[-1]))
     finally:
-        lock.release(force=True)
+        with suppress(OSError):  # it would hide how the run ended
+            lock.release(force=True)
 
 
 def fitted(recipe: Recipe, start: Path | None, tell: Callable[[str], None], nodes: int = 1) -> Recipe:

@@ -8,6 +8,7 @@ unasked. A run keeps a file in it locked, which the kernel frees when the run en
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import hashlib
 import io
@@ -315,16 +316,16 @@ def check_pickles(folder: Path) -> None:
     Raises:
         UserError: names the file, and what it would call.
     """
-    for path in sorted(folder.rglob("*")):
+    for path, is_link, is_file in [(path, path.is_symlink(), path.is_file()) for path in sorted(folder.rglob("*"))]:
         problem = ""
-        if path.is_symlink():
+        if is_link:
             problem = "is a link, so other files may be loaded"
-        elif path.name in TAGS and path.is_file():
+        elif path.name in TAGS and is_file:
             tag = path.read_text(encoding="utf-8", errors="replace").strip()
             if tag in ("", ".", "..") or Path(tag).name != tag or not (path.parent / tag).is_dir():
                 problem = "points outside its directory, so DeepSpeed would load other files"
         # Transformers writes training_args.bin but never loads it: its many classes are no reason to refuse it.
-        elif path.name.endswith(PICKLED) and path.name != "training_args.bin" and path.is_file():
+        elif path.name.endswith(PICKLED) and path.name != "training_args.bin" and is_file:
             problem = _problem_of_pickle(path)
         if problem:
             raise UserError(
@@ -362,7 +363,10 @@ def _pickles_of_shards(path: Path) -> Iterator[io.BytesIO]:
 
 
 class _ReadMetadata(pickle.Unpickler):
-    """Creates objects of the classes that the list of PyTorch's shards consists of, and no others."""
+    """Creates objects of the classes that the list of PyTorch's shards consists of, and no others.
+
+    A pickle can set attributes of a class too: classes that could keep them are replaced by subclasses of their own.
+    """
 
     def find_class(self, module: str, name: str) -> Any:
         import torch
@@ -372,7 +376,16 @@ class _ReadMetadata(pickle.Unpickler):
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if not is_dtype and f"{module}.{name}" not in METADATA_NAMES:
             raise pickle.UnpicklingError(f"needs {module}.{name}")
-        return super().find_class(module, name)
+        found = super().find_class(module, name)
+        if isinstance(found, type) and (dataclasses.is_dataclass(found) or issubclass(found, Path)):
+            return type(name, (found if dataclasses.is_dataclass(found) else _AnyPath,), {})
+        return found
+
+
+class _AnyPath:
+    """In place of a path of another machine, which nothing reads."""
+
+    def __init__(self, *_: str) -> None: ...
 
 
 # ---- One run at a time
@@ -382,15 +395,19 @@ def take_lock(lock: BaseFileLock) -> None:
     """Take the lock of a run's directory, which the kernel frees when this process ends.
 
     Raises:
-        UserError: another run has it.
+        UserError: another run has it, or it cannot be locked.
     """
+    output = str(Path(lock.lock_file).parent)
     try:
         lock.acquire(timeout=1)  # another process may hold it for a check alone
     except Timeout:
-        output = str(Path(lock.lock_file).parent)
         raise UserError(
             f"output {output!r} is in use by another run; wait for it, end it, or use another --output"
         ) from None
+    except OSError as error:
+        if error.errno in PROBLEMS:
+            raise
+        raise UserError(f"cannot lock output {output!r} ({error.strerror}); use another --output") from None
 
 
 def check_unlocked(output: Path) -> None:
@@ -403,7 +420,7 @@ def check_unlocked(output: Path) -> None:
         lock = FileLock(output / LOCK)
         with suppress(OSError):  # check_writable reports a disk that takes no writes
             take_lock(lock)
-        lock.release()
+            lock.release()
 
 
 # ---- Where a run writes
