@@ -190,11 +190,17 @@ def test_a_plan_of_a_large_vocabulary_runs_one_block_of_rows_for_all(monkeypatch
     heights: list[int] = []
     run = lambda _, y: heights.append(len(y))  # noqa: E731
     with FakeTensorMode() as mode:
-        row_kernels.run_over_rows(run, None, [mode.from_tensor(given["hidden"])])
-    assert heights == [4 * VOCABULARY // HIDDEN]
+        fake = mode.from_tensor(given["hidden"])
+        with row_kernels.one_block_of_rows():
+            row_kernels.run_over_rows(run, None, [fake])
+        assert heights == [4 * VOCABULARY // HIDDEN]
+        heights.clear()
+        row_kernels.run_over_rows(run, None, [fake])  # a tracer's
+        assert sum(heights) == TOKENS and len(heights) > 1
     heights.clear()
-    row_kernels.run_over_rows(run, None, [given["hidden"]])
-    assert sum(heights) == TOKENS and len(heights) > 1
+    with row_kernels.one_block_of_rows():
+        row_kernels.run_over_rows(run, None, [given["hidden"]])  # of another thread, which trains meanwhile
+    assert sum(heights) == TOKENS
 
 
 def test_scores_cost_four_products_whatever_is_asked() -> None:

@@ -36,7 +36,7 @@ def check_gradients(model: nn.Module) -> list[str]:
 
     Raises:
         UserError: nothing is tiled; or DeepSpeed holds the gradients, where a missing one reads as zeros
-            (:func:`seqtile.verify` compares them before it wraps the model).
+            (call :func:`seqtile.verify` before it wraps the model).
     """
     expect_module(model, "check_gradients")
     inside = {id(weight) for weight in _weights_in_tiles(model)}
@@ -46,7 +46,7 @@ def check_gradients(model: nn.Module) -> list[str]:
     # ZeRO-1 and ZeRO-2 leave the first mark on a parameter, ZeRO-3 the second.
     if any(is_in_zero12(weight) or hasattr(weight, "ds_id") for weight in weights.values()):
         raise UserError(
-            "DeepSpeed owns the gradients, and reads missing ones as zeros; call seqtile.verify before it wraps them"
+            "DeepSpeed owns the gradients, and reads missing ones as zeros; call seqtile.verify before wrapping"
         )
     # FSDP1 with use_orig_params leaves an empty parameter, without a gradient, on ranks that hold no part of it.
     without = [n for n, weight in weights.items() if weight.requires_grad and weight.grad is None and weight.numel()]
