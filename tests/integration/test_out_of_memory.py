@@ -130,8 +130,8 @@ def test_the_first_step_goes_on_from_a_checkpoint_of_step_0(model: Path, dataset
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc to know what this process has")
 def test_memory_that_is_really_short(dataset: Path, tmp_path: Path):
     """One buffer of a whole row takes 192 MiB and a tile has four; smaller ones fit in what is left."""
-    wide = tiny_run.save_model(tmp_path / "wide", intermediate_size=24576, num_hidden_layers=1, hidden_size=16, head_dim=6,
-                               max_position_embeddings=2048)  # fmt: skip
+    wide = tiny_run.save_model(tmp_path / "wide", intermediate_size=24576, num_hidden_layers=1, hidden_size=16,
+                               head_dim=6, max_position_embeddings=2048)  # fmt: skip
     rows = tiny_run.write_jsonl(tmp_path / "rows.jsonl", [{"text": "the king sees " * 200} for _ in range(2)])
     values = dict(tile=2048, loss_tile=32, max_length=2048, steps=1, save_steps=2, learning_rate=1e-2,
                   gradient_accumulation=1, report=False)  # fmt: skip
