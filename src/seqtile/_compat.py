@@ -321,6 +321,11 @@ else:
     tree_map = _find("torch.utils._pytree.tree_map")
     tree_unflatten = _find("torch.utils._pytree.tree_unflatten")
 
+
+class PlanMode(FakeTensorMode):
+    """The fake mode of a plan, by which operators tell its tensors from a tracer's."""
+
+
 is_wrapper_subclass: Callable[[type], bool] = _find("torch.utils._python_dispatch.is_traceable_wrapper_subclass_type")
 disable_current_modes: Callable[[], Any] = _find("torch.utils._python_dispatch._disable_current_modes")
 disabled_torch_function: Any = _find("torch._C._disabled_torch_function_impl")

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from numerics._births import births
 from numerics._heads import IGNORE, TILED, inputs, twin
 from seqtile.counting import count_live_bytes, count_products
+from seqtile.counting.fake import fake_tensors
 from seqtile.ops.lm_loss import row_kernels
 from seqtile.ops.lm_loss.token_logprobs import token_logprobs
 
@@ -189,18 +190,13 @@ def test_a_plan_of_a_large_vocabulary_runs_one_block_of_rows_for_all(monkeypatch
     given = inputs(TOKENS, HIDDEN, VOCABULARY, bias=False)
     heights: list[int] = []
     run = lambda _, y: heights.append(len(y))  # noqa: E731
-    with FakeTensorMode() as mode:
-        fake = mode.from_tensor(given["hidden"])
-        with row_kernels.one_block_of_rows():
-            row_kernels.run_over_rows(run, None, [fake])
-        assert heights == [4 * VOCABULARY // HIDDEN]
-        heights.clear()
-        row_kernels.run_over_rows(run, None, [fake])  # a tracer's
-        assert sum(heights) == TOKENS and len(heights) > 1
+    with fake_tensors():
+        row_kernels.run_over_rows(run, None, [torch.empty(TOKENS, HIDDEN)])
+    assert heights == [4 * VOCABULARY // HIDDEN]
     heights.clear()
-    with row_kernels.one_block_of_rows():
-        row_kernels.run_over_rows(run, None, [given["hidden"]])  # of another thread, which trains meanwhile
-    assert sum(heights) == TOKENS
+    with FakeTensorMode() as mode:  # a tracer's
+        row_kernels.run_over_rows(run, None, [mode.from_tensor(given["hidden"])])
+    assert sum(heights) == TOKENS and len(heights) > 1
 
 
 def test_scores_cost_four_products_whatever_is_asked() -> None:

@@ -127,8 +127,6 @@ def test_products_of_a_step_in_chunks_are_those_that_are_counted(segment: int) -
 @pytest.mark.slow
 def test_chunks_are_the_next_step_where_nothing_else_is_left(caplog: pytest.LogCaptureFixture) -> None:
     """OLMo 2 norms all queries together, so that attention cannot run a group of heads at a time."""
-    if "olmo2" not in CONFIG_MAPPING:
-        pytest.skip("transformers has no olmo2")
     sizes = SIZES | dict(
         hidden_size=256, intermediate_size=176, max_position_embeddings=2**22, num_hidden_layers=6, eos_token_id=0
     )

@@ -18,7 +18,7 @@ from seqtile._compat import (
     GROUPED_MM,
     DataDependentOutputException,
     FakeTensor,
-    FakeTensorMode,
+    PlanMode,
     TorchDispatchMode,
     buffers_of,
     disable_current_modes,
@@ -48,7 +48,7 @@ def fake_tensors() -> Iterator[Answers]:
     Counters such as :func:`seqtile.counting.count_live_bytes` go inside this ``with``, which gives the mode that sees
     every operator.
     """
-    with _no_tensor_is_fake(), FakeTensorMode(), Answers() as mode:
+    with _no_tensor_is_fake(), PlanMode(), Answers() as mode:
         yield mode
 
 

@@ -74,7 +74,7 @@ def refuse_missing(model: str) -> None:
         )
 
 
-def read_config(model: str, trust_remote_code: bool = False) -> Any:
+def read_config(model: str) -> Any:
     """Transformers' configuration of ``model``: a name of :data:`NAMED`, a config.json, a directory or a Hub id.
 
     Raises:
@@ -91,9 +91,7 @@ def read_config(model: str, trust_remote_code: bool = False) -> Any:
             return AutoConfig.for_model(kind, max_position_embeddings=2**24, **sizes)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            config = AutoConfig.from_pretrained(
-                str(path) if path.exists() else model, trust_remote_code=trust_remote_code
-            )
+            config = AutoConfig.from_pretrained(str(path) if path.exists() else model, trust_remote_code=False)
             config.get_text_config()  # raises for a composite of several language models, such as MusicGen
             return config
     except (OSError, ValueError, KeyError, TypeError, AttributeError, StrictDataclassError) as error:

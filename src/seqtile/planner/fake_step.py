@@ -29,7 +29,6 @@ from seqtile.models.layer_fields import first_layers
 from seqtile.ops.attention.kernel_calls import is_attention
 from seqtile.ops.attention.prefix import KeyValues
 from seqtile.ops.grad_accumulator import LOW, as_on_an_accelerator, products_sum_in_fp32
-from seqtile.ops.lm_loss.row_kernels import one_block_of_rows
 from seqtile.ops.mlp_tile import Pass as MlpPass
 from seqtile.planner.accelerator_functions import accelerator_functions
 from seqtile.planner.flash_shapes import register_flash_shapes as register_flash
@@ -207,7 +206,6 @@ def fake_step(
         built = build(config, setup, "meta", sample)
         with (
             _as_on(setup.device_type),
-            one_block_of_rows(),
             fake_tensors() as shapes,
             track(workspace, tokens, shapes) as live,
             ExitStack() as running,

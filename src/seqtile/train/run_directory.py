@@ -414,7 +414,7 @@ def check_unlocked(output: Path) -> None:
     """Refuse a directory that another run writes to; creates nothing.
 
     Raises:
-        UserError: another run has the lock.
+        UserError: another run has the lock, or it cannot be locked.
     """
     if (output / LOCK).exists():
         lock = FileLock(output / LOCK)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
 
-from seqtile._compat import FakeTensor
+from seqtile._compat import FakeTensor, PlanMode
 from seqtile.ops.grad_accumulator import accelerator_meant
 from seqtile.ops.kernels import Kernel, Kernels, as_constant, only_compiled
 
@@ -22,28 +21,14 @@ KERNELS_BY_DEVICE: dict[str, Kernels | None] = {"cpu": None, "meta": None}
 HEAD_KERNELS = Kernels("language-model head")
 
 
-_first_stands_for_all = False
-
-
-@contextmanager
-def one_block_of_rows() -> Iterator[None]:
-    """Inside, fake tensors run the first block alone: it takes as much memory as each of the others."""
-    global _first_stands_for_all
-    outside, _first_stands_for_all = _first_stands_for_all, True
-    try:
-        yield
-    finally:
-        _first_stands_for_all = outside
-
-
 def blocks_of_rows(y: Tensor) -> Iterator[slice]:
     """Blocks of the rows of ``y`` ``[t, V]`` for what holds fp32 copies of them."""
     rows, vocabulary = y.shape
     step = max(1, BLOCK_ELEMENTS.get(y.device.type, 2**25) // max(1, vocabulary))
     for start in range(0, rows, step):
         yield slice(start, min(start + step, rows))
-        if _first_stands_for_all and isinstance(y, FakeTensor):
-            return
+        if isinstance(y, FakeTensor) and isinstance(y.fake_mode, PlanMode):
+            return  # nothing is written, and each block takes as much memory as the first one
 
 
 def run_over_rows(
