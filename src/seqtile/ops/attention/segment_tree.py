@@ -1,0 +1,318 @@
+"""Attention of several samples with common prefixes that lie in one row, each prefix once.
+
+The row is a forest of segments in depth-first order: a prompt, then its answers; an answer may branch again. Everything
+below a segment is then one range of the row, so the queries of *all* its descendants read its keys in one dense call,
+without a mask and without gathered or repeated keys. Each segment's queries read their own keys causally. The pieces
+are joined by their log-sum-exp, in the forward and in the backward (:mod:`seqtile.ops.attention.piece_kernels`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from seqtile.ops.attention import piece_kernels
+from seqtile.ops.attention.piece_kernels import Piece
+from seqtile.ops.attention.prefix import KEYS_AT_ONCE, MASKED_KEYS, Visible
+from seqtile.ops.grad_accumulator import LOW
+from seqtile.ops.rng import Autocast
+from seqtile.ops.token_tiles import refuse_second_derivative
+
+
+@dataclass(frozen=True, eq=False)
+class SegmentTable:
+    """Segments of one row, each behind its parent.
+
+    Attributes:
+        starts: first token of each segment, ascending from 0.
+        parents: number of the segment that each continues; -1 for a root.
+        tokens: of the row.
+        attended: numbers of the layers whose attention has read the table.
+
+    Raises:
+        ValueError: the segments are not in depth-first order.
+    """
+
+    starts: tuple[int, ...]
+    parents: tuple[int, ...]
+    tokens: int
+    attended: set[Any] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        path: list[int] = []
+        for number, parent in enumerate(self.parents):
+            while path and path[-1] != parent:
+                path.pop()
+            if parent != -1 and not path:
+                raise ValueError(f"segment {number} does not follow its parent {parent} in depth-first order")
+            path.append(number)
+
+    @cached_property
+    def ends(self) -> tuple[int, ...]:
+        """One beyond the last token of each segment."""
+        return (*self.starts[1:], self.tokens)
+
+    @cached_property
+    def below(self) -> tuple[int, ...]:
+        """One beyond the last token of everything that continues each segment, however indirectly."""
+        ends = list(self.ends)
+        for number in reversed(range(len(ends))):
+            if (parent := self.parents[number]) != -1:
+                ends[parent] = max(ends[parent], ends[number])
+        return tuple(ends)
+
+    @cached_property
+    def positions(self) -> tuple[int, ...]:
+        """Position of each segment's first token in its samples."""
+        positions: list[int] = []
+        for parent in self.parents:
+            positions.append(0 if parent == -1 else positions[parent] + self.ends[parent] - self.starts[parent])
+        return tuple(positions)
+
+    @cached_property
+    def longest(self) -> int:
+        """Most tokens from a root to the end of a segment."""
+        lengths = zip(self.positions, self.starts, self.ends, strict=True)
+        return max((position + end - start for position, start, end in lengths), default=0)
+
+    @cached_property
+    def children(self) -> tuple[tuple[int, ...], ...]:
+        """The segments that continue each segment."""
+        children: list[list[int]] = [[] for _ in self.starts]
+        for number, parent in enumerate(self.parents):
+            if parent != -1:
+                children[parent].append(number)
+        return tuple(map(tuple, children))
+
+    def path(self, number: int) -> list[int]:
+        """The segments from the root to this one."""
+        path = [number]
+        while (parent := self.parents[path[-1]]) != -1:
+            path.append(parent)
+        return path[::-1]
+
+    def rows_of(self, number: int, first: int, last: int) -> Iterator[tuple[slice, slice]]:
+        """Where positions ``first`` to ``last`` of a segment's path lie: (part of these positions, tokens of the row)."""
+        for segment in self.path(number):
+            begin, start = self.positions[segment], self.starts[segment]
+            low, high = max(first, begin), min(last, begin + self.ends[segment] - start)
+            if low < high:
+                yield slice(low - first, high - first), slice(start + low - begin, start + high - begin)
+
+
+def tree_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segments: SegmentTable,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Causal attention of each segment's tokens to their own segment and to all segments that it continues.
+
+    Replaces ``scaled_dot_product_attention(q, k, v, mask)`` with a mask ``[T, T]`` of the tree, or one row per sample.
+
+    Args:
+        query: ``[1, H, T, E]``.
+        key: ``[1, K, T, E]``, with ``K`` a divisor of ``H``.
+        value: ``[1, K, T, V]`` with ``V <= E``.
+        segments: of the row.
+        scale: of the scores.
+        window: most keys that a query sees, its own included, by position in its sample; None for all.
+        softcap: bound of the scores, 0 for none.
+        sinks: ``[H]``, a score without a value that joins each row's softmax.
+
+    Returns:
+        ``[1, H, T, V]``.
+
+    Cost:
+        The products of the scores that are seen, each once. Kernel calls: one per segment, and one more per segment
+        that others continue. Memory: output and log-sum-exp are saved; a segment that others continue adds one output
+        of these while they run. With a window or a soft cap, pieces with a mask run as plain products where the device
+        has no kernel that takes one.
+    """
+    if window is not None and window >= segments.longest:
+        window = None
+    with Autocast.of(query).off():
+        output: Tensor = _TreeAttention.apply(  # type: ignore[no-untyped-call]
+            query, key, value, sinks, segments, window, scale, softcap
+        )
+    return output
+
+
+class _TreeAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, segments: SegmentTable, window: int | None,
+        scale: float, softcap: float,
+    ) -> Tensor:  # fmt: skip
+        output = q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[-1]).transpose(1, 2)  # as projections read it
+        lse = q.new_empty(q.shape[:-1], dtype=_sum_dtype(q))
+        results = (
+            _dense_results(q, k, v, segments, scale) if window is None and not softcap
+            else _windowed_results(q, k, v, segments, window, scale, softcap)
+        )  # fmt: skip
+        for rows, joined, log_sum in results:
+            if sinks is not None:
+                with_sink = torch.logaddexp(log_sum, sinks.to(lse.dtype)[:, None])
+                joined, log_sum = joined * (log_sum - with_sink).exp()[..., None], with_sink
+            output[:, :, rows], lse[:, :, rows] = joined, log_sum
+        ctx.save_for_backward(q, k, v, sinks, output, lse)
+        ctx.rest = segments, window, scale, softcap
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        refuse_second_derivative()
+        q, k, v, sinks, output, lse = ctx.saved_tensors
+        segments, window, scale, softcap = ctx.rest
+        with Autocast.of(grad).off():
+            saved = (grad, q, k, v, output, lse)
+            if window is None and not softcap:
+                dq, dk, dv = _dense_gradients(saved, segments, scale)
+            else:
+                dq, dk, dv = _windowed_gradients(saved, segments, window, scale, softcap)
+            dsinks = None
+            if sinks is not None:
+                probability = (sinks.to(lse.dtype)[:, None] - lse).exp()
+                dsinks = -(probability * (grad * output).sum(-1, dtype=lse.dtype)).sum((0, 2)).to(sinks.dtype)
+        return dq, dk, dv, dsinks, None, None, None, None
+
+
+def _sum_dtype(tensor: Tensor) -> torch.dtype:
+    return torch.float32 if tensor.dtype in LOW else tensor.dtype
+
+
+def _blocks(start: int, end: int) -> Iterator[slice]:
+    for first in range(start, end, KEYS_AT_ONCE):
+        yield slice(first, min(first + KEYS_AT_ONCE, end))
+
+
+def _dense_results(
+    q: Tensor, k: Tensor, v: Tensor, segments: SegmentTable, scale: float
+) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """(tokens, output, log-sum-exp) of each segment."""
+    causal, dense = Piece(scale, True), Piece(scale, False)
+    # What the queries of a segment, and of all below it, have read of the segments before it.
+    of_ancestors: dict[int, tuple[Tensor, Tensor] | None] = {}
+    for number, (start, end, below) in enumerate(zip(segments.starts, segments.ends, segments.below, strict=True)):
+        size, own = end - start, slice(start, end)
+        earlier = of_ancestors.pop(number, None)
+        result = piece_kernels.forward(q[:, :, own], k[:, :, own], v[:, :, own], causal)
+        if earlier is not None:
+            result = _joined((earlier[0][:, :, :size], earlier[1][:, :, :size]), result)
+        yield own, *result
+        del result
+        if below == end:
+            continue
+        descendants = None if earlier is None else (earlier[0][:, :, size:], earlier[1][:, :, size:])
+        del earlier
+        for keys in _blocks(start, end):
+            piece = piece_kernels.forward(q[:, :, end:below], k[:, :, keys], v[:, :, keys], dense)
+            descendants = piece if descendants is None else _joined(descendants, piece)
+            del piece
+        assert descendants is not None
+        for child in segments.children[number]:
+            part = slice(segments.starts[child] - end, segments.below[child] - end)
+            of_ancestors[child] = descendants[0][:, :, part], descendants[1][:, :, part]
+        del descendants
+
+
+def _joined(earlier: tuple[Tensor, Tensor], piece: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    return piece_kernels.join(earlier[0].to(earlier[1].dtype), earlier[1], *piece)
+
+
+def _dense_gradients(
+    saved: Sequence[Tensor], segments: SegmentTable, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    grad, q, k, v, output, lse = saved
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+    def piece(queries: slice, keys: slice, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+        return piece_kernels.backward(
+            grad[:, :, queries], q[:, :, queries], k[:, :, keys], v[:, :, keys], output[:, :, queries],
+            lse[:, :, queries], Piece(scale, causal),
+        )  # fmt: skip
+
+    of_ancestors: dict[int, Tensor] = {}
+    for number, (start, end, below) in enumerate(zip(segments.starts, segments.ends, segments.below, strict=True)):
+        size, own = end - start, slice(start, end)
+        earlier = of_ancestors.pop(number, None)
+        of_queries, of_keys, of_values = piece(own, own, True)
+        if earlier is not None:
+            of_queries = earlier[:, :, :size].to(lse.dtype) + of_queries
+        dq[:, :, own] = of_queries
+        if below > end:
+            of_keys, of_values = of_keys.to(lse.dtype), of_values.to(lse.dtype)
+            descendants = None if earlier is None else earlier[:, :, size:]
+            for keys in _blocks(start, end):
+                part = slice(keys.start - start, keys.stop - start)
+                of_queries, dense_keys, dense_values = piece(slice(end, below), keys, False)
+                descendants = of_queries if descendants is None else descendants.to(lse.dtype) + of_queries
+                of_keys[:, :, part] += dense_keys
+                of_values[:, :, part] += dense_values
+            assert descendants is not None
+            for child in segments.children[number]:
+                of_ancestors[child] = descendants[:, :, segments.starts[child] - end : segments.below[child] - end]
+            del descendants
+        dk[:, :, own], dv[:, :, own] = of_keys, of_values
+    return dq, dk, dv
+
+
+_Pieces = Iterator[tuple[slice, list[tuple[slice, Piece]]]]
+
+
+def _windowed_pieces(
+    segments: SegmentTable, window: int | None, scale: float, softcap: float, like: Tensor
+) -> _Pieces:
+    """(queries, [(keys, piece)]) for all queries of the row, a few at a time."""
+    for number, (start, end) in enumerate(zip(segments.starts, segments.ends, strict=True)):
+        position = segments.positions[number]
+        for begin in range(position, position + end - start, MASKED_KEYS):
+            visible = Visible(0, begin, min(begin + MASKED_KEYS, position + end - start), window)
+            for first, last in visible.query_ranges():
+                pieces = []
+                for low, high, causal, bias in visible.pieces(first, last, like.dtype, at_once=MASKED_KEYS):
+                    for part, keys in segments.rows_of(number, low, high):
+                        of_part = None if bias is None else bias[..., part].to(like.device)
+                        pieces.append((keys, Piece(scale, causal, of_part, softcap)))
+                yield slice(start + first - position, start + last - position), pieces
+
+
+def _windowed_results(
+    q: Tensor, k: Tensor, v: Tensor, segments: SegmentTable, window: int | None, scale: float, softcap: float
+) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    for queries, pieces in _windowed_pieces(segments, window, scale, softcap, q):
+        joined: tuple[Tensor, Tensor] | None = None
+        for keys, piece in pieces:
+            result = piece_kernels.forward(q[:, :, queries], k[:, :, keys], v[:, :, keys], piece)
+            joined = result if joined is None else _joined(joined, result)
+        assert joined is not None
+        yield queries, *joined
+
+
+def _windowed_gradients(
+    saved: Sequence[Tensor], segments: SegmentTable, window: int | None, scale: float, softcap: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    grad, q, k, v, output, lse = saved
+    dq, dk, dv = (torch.zeros_like(tensor, dtype=lse.dtype) for tensor in (q, k, v))
+    for queries, pieces in _windowed_pieces(segments, window, scale, softcap, q):
+        for keys, piece in pieces:
+            of_queries, of_keys, of_values = piece_kernels.backward(
+                grad[:, :, queries], q[:, :, queries], k[:, :, keys], v[:, :, keys], output[:, :, queries],
+                lse[:, :, queries], piece,
+            )  # fmt: skip
+            dq[:, :, queries] += of_queries
+            dk[:, :, keys] += of_keys
+            dv[:, :, keys] += of_values
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
