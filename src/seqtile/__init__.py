@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from seqtile.ops.lm_loss.token_logprobs import HeadInput as HeadInput
     from seqtile.ops.lm_loss.token_logprobs import TokenScores as TokenScores
     from seqtile.ops.lm_loss.token_logprobs import token_logprobs as token_logprobs
+    from seqtile.shared_prompts.model import SharedPrompts as SharedPrompts
+    from seqtile.shared_prompts.model import share_prompts as share_prompts
+    from seqtile.shared_prompts.rows import TreeRow as TreeRow
+    from seqtile.shared_prompts.rows import tree_row as tree_row
     from seqtile.verification import VerifyResult as VerifyResult
     from seqtile.verification import check_gradients as check_gradients
     from seqtile.verification import verify as verify
@@ -38,9 +42,11 @@ _HOMES = {
     "HeadInput": "seqtile.ops.lm_loss.token_logprobs",
     "LogitScaling": "seqtile.ops.lm_loss.logits_tile",
     "Report": "seqtile.install.report",
+    "SharedPrompts": "seqtile.shared_prompts.model",
     "TeacherTopK": "seqtile.ops.lm_loss.divergence",
     "TilingCallback": "seqtile.integrations.callback",
     "TokenScores": "seqtile.ops.lm_loss.token_logprobs",
+    "TreeRow": "seqtile.shared_prompts.rows",
     "UserError": "seqtile._errors",
     "VerifyResult": "seqtile.verification",
     "applied": "seqtile.install.apply",
@@ -54,8 +60,10 @@ _HOMES = {
     "linear_cross_entropy": "seqtile.ops.lm_loss.cross_entropy",
     "linear_divergence": "seqtile.ops.lm_loss.divergence",
     "sequence_logprobs": "seqtile.ops.lm_loss.policy",
+    "share_prompts": "seqtile.shared_prompts.model",
     "token_logprobs": "seqtile.ops.lm_loss.token_logprobs",
     "tile_module": "seqtile.install.module",
+    "tree_row": "seqtile.shared_prompts.rows",
     "undo": "seqtile.install.apply",
     "verify": "seqtile.verification",
 }

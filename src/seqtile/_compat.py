@@ -528,14 +528,21 @@ class OtherAttention:
     """A configuration that names another attention implementation, and is else the original.
 
     Attributes:
-        replaced: the implementation that the original names.
+        original: the configuration.
     """
 
     def __init__(self, config: Any, name: str) -> None:
-        self.__dict__.update(_config=config, _attn_implementation=name, replaced=config._attn_implementation)
+        self.__dict__.update(original=config, _attn_implementation=name)
+
+    @property
+    def replaced(self) -> Any:
+        """The implementation that the original names."""
+        return self.original._attn_implementation
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_config"], name)
+        if name.startswith("__") or "original" not in self.__dict__:  # while it is copied or unpickled
+            raise AttributeError(name)
+        return getattr(self.__dict__["original"], name)
 
 
 def compute_attention_plainly(config: Any) -> None:

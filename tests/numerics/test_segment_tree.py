@@ -94,7 +94,8 @@ def test_tree_is_masked_attention(tree: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.device
 @pytest.mark.parametrize("settings", [
-    dict(window=3), dict(window=13), dict(window=1000), dict(softcap=0.7), dict(sinks=True), dict(window=13, sinks=True),
+    dict(window=3), dict(window=13), dict(window=1000), dict(softcap=0.7), dict(sinks=True),
+    dict(window=13, sinks=True),
     dict(window=29, softcap=0.7, sinks=True),
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("tree", ["a group", "nested", "two groups"])

@@ -37,6 +37,7 @@ ORDER = """
     blocks
     lm_loss headwise state host_weights
     chunks
+    shared_prompts
     install
     verification
     planner

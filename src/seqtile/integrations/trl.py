@@ -22,7 +22,7 @@ from seqtile.ops.lm_loss.kept_tokens import IGNORED
 from seqtile.ops.lm_loss.token_logprobs import HeadInput
 
 
-def tile_trainer(trainer: Any, *, loss_tile: int | str | None = None) -> list[str]:
+def tile_trainer(trainer: Any, *, loss_tile: int | str | None = None, shared_prompts: bool = False) -> list[str]:
     """Put the tiled head on every language model of a TRL trainer, built but not yet trained.
 
     Replaces ``seqtile.apply(model, blocks="none", loss="tiled", loss_tile=...)`` for each of ``trainer.model``,
@@ -33,18 +33,24 @@ def tile_trainer(trainer: Any, *, loss_tile: int | str | None = None) -> list[st
         trainer: SFT, DPO, GRPO, KTO, RLOO, online DPO or GKD.
         loss_tile: tokens per tile of the head; None keeps a tiled loss as it is, and is ``"auto"`` for a model
             without one.
+        shared_prompts: compute each prompt once however many samples of a batch begin with it, as the answers of a
+            group and the two of a preference do. For SFT, DPO, GRPO, KTO and RLOO, and for batches without images.
 
     Returns:
         What was done, one line per model.
 
     Raises:
-        UserError: the trainer has no model with a tiled loss, or requests logits in an unsupported way.
+        UserError: the trainer has no model with a tiled loss, or requests logits in an unsupported way; or shared
+            prompts for a trainer or a model that cannot have them.
     """
     names = ("model", "ref_model", "teacher_model")
     attributes = {name: getattr(trainer, name, None) for name in names}
     models = {name: model for name, model in attributes.items() if isinstance(model, nn.Module)}
     if not models:
         raise UserError(f"{type(trainer).__name__} has no model to tile; expected a built TRL trainer")
+    class_names = {base.__name__ for base in type(trainer).__mro__}
+    if shared_prompts and (others := class_names & {"OnlineDPOTrainer", "GKDTrainer", "AsyncGRPOTrainer"}):
+        raise UserError(f"shared_prompts=True does not support {others.pop()}, which does not score a padded batch")
     done = []
     for name, model in models.items():
         if loss_tile is None and standing_losses(model):
@@ -52,7 +58,12 @@ def tile_trainer(trainer: Any, *, loss_tile: int | str | None = None) -> list[st
         else:
             tile = "auto" if loss_tile is None else loss_tile
             done.append(f"{name}: {apply(model, blocks='none', loss='tiled', loss_tile=tile).loss}")
-    class_names = {base.__name__ for base in type(trainer).__mro__}
+    if shared_prompts:
+        from seqtile.shared_prompts.trl_calls import share_in_calls
+
+        for name, model in models.items():
+            share_in_calls(model)
+            done.append(f"{name}: shared prompts are computed once")
     deferring = list(models.values())
     if "OnlineDPOTrainer" in class_names:
         setattr(trainer, ONLINE_DPO_FORWARD, _inside(deferring, getattr(trainer, ONLINE_DPO_FORWARD)))

@@ -115,14 +115,14 @@ def _choose(model: nn.Module, carrier: Carrier, proofs: StateProofs) -> tuple[st
         else:
             ready = is_here(module)
             tried = module if has_values(module) else model.get_submodule(carrier.mixer)  # routing has no shapes alone
-            why = proofs.why_not(tried, _like_its_input(model, tried)) if ready else ""
+            why = proofs.why_not(tried, hidden_states_for(model, tried)) if ready else ""
             if not why:
                 return name, of_whole, ready and tried is module
         of_whole = why
     return "", why, ready
 
 
-def _like_its_input(model: nn.Module, module: nn.Module) -> torch.Tensor:
+def hidden_states_for(model: nn.Module, module: nn.Module) -> torch.Tensor:
     """An empty tensor of the width of the model's hidden states, with the dtype and device of ``module``."""
     config: Any = next(submodule.config for submodule in model.modules() if hasattr(submodule, "config"))
     weight = next(w for w in module.parameters() if w.is_floating_point() and w.element_size() >= 2)

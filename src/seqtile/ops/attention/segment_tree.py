@@ -33,7 +33,8 @@ class SegmentTable:
         starts: first token of each segment, ascending from 0.
         parents: number of the segment that each continues; -1 for a root.
         tokens: of the row.
-        attended: numbers of the layers whose attention has read the table.
+        tokens_apart: of the samples, each prefix as often as it is there.
+        attended: which layers' mixers have read the table.
 
     Raises:
         ValueError: the segments are not in depth-first order.
@@ -42,6 +43,7 @@ class SegmentTable:
     starts: tuple[int, ...]
     parents: tuple[int, ...]
     tokens: int
+    tokens_apart: int = 0
     attended: set[Any] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -98,7 +100,7 @@ class SegmentTable:
         return path[::-1]
 
     def rows_of(self, number: int, first: int, last: int) -> Iterator[tuple[slice, slice]]:
-        """Where positions ``first`` to ``last`` of a segment's path lie: (part of these positions, tokens of the row)."""
+        """Where positions ``first`` to ``last`` of a segment's path lie: (part of these, tokens of the row)."""
         for segment in self.path(number):
             begin, start = self.positions[segment], self.starts[segment]
             low, high = max(first, begin), min(last, begin + self.ends[segment] - start)
@@ -156,7 +158,7 @@ class _TreeAttention(torch.autograd.Function):
         scale: float, softcap: float,
     ) -> Tensor:  # fmt: skip
         output = q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[-1]).transpose(1, 2)  # as projections read it
-        lse = q.new_empty(q.shape[:-1], dtype=_sum_dtype(q))
+        lse = q.new_empty(q.shape[:-1], dtype=torch.float32 if q.dtype in LOW else q.dtype)
         results = (
             _dense_results(q, k, v, segments, scale) if window is None and not softcap
             else _windowed_results(q, k, v, segments, window, scale, softcap)
@@ -189,10 +191,6 @@ class _TreeAttention(torch.autograd.Function):
         return dq, dk, dv, dsinks, None, None, None, None
 
 
-def _sum_dtype(tensor: Tensor) -> torch.dtype:
-    return torch.float32 if tensor.dtype in LOW else tensor.dtype
-
-
 def _blocks(start: int, end: int) -> Iterator[slice]:
     for first in range(start, end, KEYS_AT_ONCE):
         yield slice(first, min(first + KEYS_AT_ONCE, end))
@@ -210,7 +208,7 @@ def _dense_results(
         earlier = of_ancestors.pop(number, None)
         result = piece_kernels.forward(q[:, :, own], k[:, :, own], v[:, :, own], causal)
         if earlier is not None:
-            result = _joined((earlier[0][:, :, :size], earlier[1][:, :, :size]), result)
+            result = _join_pieces((earlier[0][:, :, :size], earlier[1][:, :, :size]), result)
         yield own, *result
         del result
         if below == end:
@@ -219,7 +217,7 @@ def _dense_results(
         del earlier
         for keys in _blocks(start, end):
             piece = piece_kernels.forward(q[:, :, end:below], k[:, :, keys], v[:, :, keys], dense)
-            descendants = piece if descendants is None else _joined(descendants, piece)
+            descendants = piece if descendants is None else _join_pieces(descendants, piece)
             del piece
         assert descendants is not None
         for child in segments.children[number]:
@@ -228,13 +226,11 @@ def _dense_results(
         del descendants
 
 
-def _joined(earlier: tuple[Tensor, Tensor], piece: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def _join_pieces(earlier: tuple[Tensor, Tensor], piece: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     return piece_kernels.join(earlier[0].to(earlier[1].dtype), earlier[1], *piece)
 
 
-def _dense_gradients(
-    saved: Sequence[Tensor], segments: SegmentTable, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def _dense_gradients(saved: Sequence[Tensor], segments: SegmentTable, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     grad, q, k, v, output, lse = saved
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
@@ -272,9 +268,7 @@ def _dense_gradients(
 _Pieces = Iterator[tuple[slice, list[tuple[slice, Piece]]]]
 
 
-def _windowed_pieces(
-    segments: SegmentTable, window: int | None, scale: float, softcap: float, like: Tensor
-) -> _Pieces:
+def _windowed_pieces(segments: SegmentTable, window: int | None, scale: float, softcap: float, like: Tensor) -> _Pieces:
     """(queries, [(keys, piece)]) for all queries of the row, a few at a time."""
     for number, (start, end) in enumerate(zip(segments.starts, segments.ends, strict=True)):
         position = segments.positions[number]
@@ -296,7 +290,7 @@ def _windowed_results(
         joined: tuple[Tensor, Tensor] | None = None
         for keys, piece in pieces:
             result = piece_kernels.forward(q[:, :, queries], k[:, :, keys], v[:, :, keys], piece)
-            joined = result if joined is None else _joined(joined, result)
+            joined = result if joined is None else _join_pieces(joined, result)
         assert joined is not None
         yield queries, *joined
 

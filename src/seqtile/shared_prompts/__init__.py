@@ -1,0 +1,9 @@
+"""Samples with common prefixes in one row, each prefix computed once: groups of GRPO, pairs of DPO, agents' branches.
+
+Imported only where it is asked for. :func:`tree_row` packs samples, :func:`share_prompts` lets a model run the row.
+"""
+
+from seqtile.shared_prompts.model import SharedPrompts, share_prompts
+from seqtile.shared_prompts.rows import TreeRow, tree_row
+
+__all__ = ["SharedPrompts", "TreeRow", "share_prompts", "tree_row"]

@@ -1,0 +1,301 @@
+"""Let a model of Transformers run rows in which each common prefix is there once.
+
+The row's segments travel as a keyword argument of the model to its layers and on to their attention, as Transformers'
+own arguments of packed documents do: a layer that is computed again, by any thread, gets them again. Nothing else is
+known of where a call comes from.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from seqtile._compat import HOOKS, OtherAttention, attention_kind
+from seqtile._errors import UserError
+from seqtile._stand_in import ForwardStandIn
+from seqtile.chunks.segment import ChunkForward
+from seqtile.ops.attention.piece_kernels import default_scale
+from seqtile.ops.attention.segment_tree import SegmentTable, tree_attention
+from seqtile.recognise.decoder_layers import ATTENTION_MIXER, decoder_layers
+from seqtile.recognise.known_code import is_known
+from seqtile.state.state_cache import cache_argument
+from seqtile.state.state_layers import hidden_states_for
+from seqtile.state.state_proof import StateProofs
+from seqtile.state.tile_call import TileCall
+from seqtile.state.tiled_state import StateForward
+
+TREE_ATTENTION = "seqtile_shared_prompts"
+"""Name of the attention function in Transformers' registry."""
+
+ARGUMENT = "shared_prompts"
+"""Keyword argument that carries the segments."""
+
+LAYER_TYPES = {"full_attention", "sliding_attention", "linear_attention", "conv", "mamba", "hybrid"}
+"""Kinds of layers, as a configuration names them, that :func:`share_prompts` accepts; each state is proven besides."""
+
+
+def share_prompts(model: nn.Module) -> SharedPrompts:
+    """Let ``model`` run the rows of :func:`seqtile.shared_prompts.tree_row`, with its own weights.
+
+    ``model(**row.inputs)``, or its trunk called so, returns hidden states or logits ``[1, T, ...]`` of the row's
+    different tokens, equal to those of one row per sample; so are gradients. Every other call runs as before, on the
+    attention that the model's configuration names. Works in any order with :func:`seqtile.apply`: tiles, tiled loss,
+    activation checkpoints of every kind, offload and ``heads``; ``chunk`` and ``state`` are refused at the first row.
+
+    Args:
+        model: a language model of Transformers, PEFT's wrapper or not; changed in place.
+
+    Returns:
+        How many tokens were computed, and of how many; :meth:`SharedPrompts.remove` puts everything back.
+
+    Cost:
+        Each different token is computed once. Attention costs the scores that are seen, each once. Dropout is drawn
+        once for a token, whatever samples share it. A layer with a state runs segment by segment, each from the state
+        at the end of the one that it continues.
+
+    Raises:
+        UserError: a layer without attention, attention of custom code, or a state that cannot be handed on.
+    """
+    from transformers import AttentionInterface
+
+    remove_sharing(model)
+    layers = decoder_layers(model)
+    trunks: dict[nn.Module, TreeCalls] = {}
+    attentions: list[nn.Module] = []
+    states: list[TreeState] = []
+    proofs = StateProofs()
+    for layer in layers:
+        trunk = model.get_submodule(layer.name.rpartition(".")[0].rpartition(".")[0])
+        calls = trunks.setdefault(trunk, TreeCalls())
+        for mixer in layer.mixers:
+            name = ".".join(part for part in (layer.name, mixer.name) if part)
+            module = model.get_submodule(name)
+            number: Any = getattr(module, "layer_idx", None)
+            if why := _why_not_shared(model, module, mixer.has_state, proofs) or (
+                "it has no layer_idx" * (number is None)
+            ):
+                raise UserError(f"shared prompts: {name} ({type(module).__name__}) does not support them: {why}")
+            calls.mixers[mixer.kind == ATTENTION_MIXER, number] = name
+            states.append(TreeState(module)) if mixer.has_state else attentions.append(module)
+    if not trunks:
+        raise UserError(f"shared prompts: {type(model).__name__} has no decoder layers with attention")
+    if TREE_ATTENTION not in AttentionInterface():
+        AttentionInterface.register(TREE_ATTENTION, attend_tree)
+    for module in attentions:
+        module.__dict__["config"] = OtherAttention(module.config, TREE_ATTENTION)
+    for state in states:
+        state.install()
+    for trunk, calls in trunks.items():
+        trunk.register_forward_pre_hook(calls.before, with_kwargs=True)
+        trunk.register_forward_hook(calls.after, with_kwargs=True)
+    return SharedPrompts(weakref.ref(model), tuple(trunks.values()))
+
+
+def remove_sharing(model: nn.Module) -> None:
+    """Take off what :func:`share_prompts` put on ``model``, if anything."""
+    for module in model.modules():
+        attributes = module.__dict__
+        config = attributes.get("config")
+        if isinstance(config, OtherAttention) and attention_kind(config) == TREE_ATTENTION:
+            attributes["config"] = config.original
+        if isinstance(forward := attributes.get("forward"), TreeState):
+            forward.remove()
+        for hooks in [attributes[name] for name in HOOKS]:
+            for key, hook in [*hooks.items()]:
+                if isinstance(getattr(hook, "__self__", None), TreeHooks):
+                    del hooks[key]
+
+
+@dataclass(frozen=True)
+class SharedPrompts:
+    """Result of :func:`share_prompts`; ``str()`` of it is a sentence.
+
+    Attributes:
+        calls: what each trunk of the model has computed so far.
+    """
+
+    _model: weakref.ref[nn.Module]
+    calls: tuple[TreeCalls, ...]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that went through the model in rows with shared prompts."""
+        return sum(calls.tokens for calls in self.calls)
+
+    @property
+    def tokens_apart(self) -> int:
+        """Tokens that one row per sample would have had."""
+        return sum(calls.tokens_apart for calls in self.calls)
+
+    def remove(self) -> None:
+        """Put everything back as it was."""
+        if (model := self._model()) is not None:
+            remove_sharing(model)
+
+    def __str__(self) -> str:
+        return f"prompts shared: {self.tokens:,} tokens computed instead of {self.tokens_apart:,}"
+
+
+class TreeHooks:
+    """Base of hooks that :func:`remove_sharing` takes off."""
+
+
+@dataclass(eq=False)
+class TreeCalls(TreeHooks):
+    """Hooks around the decoder layers: refuses what is not exact, and sees that every mixer has read the segments.
+
+    Attributes:
+        mixers: names of attentions and states, by whether it is attention and the layer's number.
+        tokens: of all rows so far.
+        tokens_apart: of their samples, each prefix as often as it is there.
+    """
+
+    mixers: dict[tuple[bool, int], str] = field(default_factory=dict)
+    tokens: int = 0
+    tokens_apart: int = 0
+
+    def before(self, trunk: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        """Before the call of the trunk."""
+        segments: SegmentTable | None = kwargs.get(ARGUMENT)
+        if segments is None:
+            return
+        segments.attended.clear()
+        for module in trunk.modules():
+            forward = module.__dict__.get("forward")
+            for kind, option in ((ChunkForward, "chunk"), (StateForward, "state")):
+                if isinstance(forward, kind):
+                    raise UserError(f"shared prompts do not run with {option}=; drop {option}")
+
+    def after(self, trunk: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        """After it."""
+        segments: SegmentTable | None = kwargs.get(ARGUMENT)
+        if segments is None:
+            return
+        missing = [name for key, name in self.mixers.items() if key not in segments.attended]
+        if missing:
+            raise UserError(
+                f"shared prompts: {type(trunk).__name__} does not pass keyword arguments on to {missing[0]}"
+                f"{f' and {len(missing) - 1} more' if missing[1:] else ''}, so its samples were not kept apart"
+            )
+        self.tokens += segments.tokens
+        self.tokens_apart += segments.tokens_apart
+
+
+def _why_not_shared(model: nn.Module, module: nn.Module, has_state: bool, proofs: StateProofs) -> str:
+    """Why a mixer cannot run a row of segments, or ""."""
+    if not is_known(type(module).forward):
+        return "its forward is custom code"
+    if has_state:
+        if cache_argument(module) is None:
+            return "it accepts no cache, so no segment can begin with the state of another"
+        return proofs.why_not(module, hidden_states_for(model, module))
+    kind = attention_kind(module)
+    if kind is None or "config" not in module.__dict__:
+        return "its attention cannot be exchanged"
+    types = {*(getattr(module.config, "layer_types", None) or ())} - LAYER_TYPES
+    return f"the model has layers of type {', '.join(sorted(types))}" if types else ""
+
+
+def attend_tree(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *, dropout: float = 0.0,
+    scaling: float | None = None, sliding_window: int | None = None, softcap: float | None = None,
+    s_aux: Tensor | None = None, is_causal: bool | None = None, shared_prompts: SegmentTable | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Any]:  # fmt: skip
+    """Transformers' attention function: ``[1, H, T, E]`` in, ``[1, T, H, V]`` out; without segments the model's own."""
+    replaced: Any = module.config.replaced  # type: ignore[union-attr]
+    if shared_prompts is None:
+        given = {
+            "sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux, "is_causal": is_causal,
+        }  # fmt: skip
+        kwargs |= {name: setting for name, setting in given.items() if setting is not None}
+        return _attend_as_before(
+            module, query, key, value, attention_mask, replaced, dropout=dropout, scaling=scaling, **kwargs
+        )
+    why = ""
+    if dropout:
+        why = "attention dropout is on"
+    elif not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+        why = "its attention is not causal"
+    elif kwargs.get("position_bias") is not None:
+        why = "its attention adds a position bias"
+    elif query.shape[0] != 1 or query.shape[2] != shared_prompts.tokens or key.shape[2] != shared_prompts.tokens:
+        shapes = f"{query.shape[0]} rows of {query.shape[2]} queries and {key.shape[2]} keys"
+        why = f"got {shapes}, expected one row of {shared_prompts.tokens} tokens"
+    if why:
+        raise UserError(f"shared prompts: {type(module).__name__}: {why}")
+    if replaced == "sdpa":  # which ignores both
+        softcap = s_aux = None
+    device = query.device.type
+    if torch.is_autocast_enabled(device):
+        query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
+    output = tree_attention(
+        query, key, value, shared_prompts, scale=float(default_scale(query.shape[-1]) if scaling is None else scaling),
+        window=sliding_window, softcap=softcap or 0.0, sinks=s_aux,
+    )  # fmt: skip
+    shared_prompts.attended.add((True, module.layer_idx))
+    return output.transpose(1, 2), None
+
+
+def _attend_as_before(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, replaced: str, **kwargs: Any
+) -> tuple[Tensor, Any]:
+    """The attention function that the model's configuration names."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    function: Any
+    if replaced == "eager":
+        function = sys.modules[type(module).__module__].eager_attention_forward
+    else:
+        function = ALL_ATTENTION_FUNCTIONS[replaced]
+    width = value.shape[-1]
+    if "flash" in replaced and width < query.shape[-1]:  # latent attention pads under the name of flash attention
+        output, weights = function(module, query, key, F.pad(value, (0, query.shape[-1] - width)), mask, **kwargs)
+        return output[..., :width], weights
+    return function(module, query, key, value, mask, **kwargs)  # type: ignore[no-any-return]
+
+
+class TreeState(ForwardStandIn):
+    """``forward`` of a mixer with a state: each segment begins with the state at the end of the one it continues."""
+
+    def note(self) -> str:
+        return "shared prompts"
+
+    def remove(self) -> None:
+        attributes = self.module.__dict__
+        for name in self.changed:
+            attributes.pop(name, None)
+        attributes.update(self.before)
+
+    def __call__(self, *args: Any, shared_prompts: SegmentTable | None = None, **kwargs: Any) -> Any:
+        if shared_prompts is None:
+            return self.original(*args, **kwargs)
+        module = self.module
+        cache = cache_argument(module)
+        assert cache is not None
+        call = TileCall(args, kwargs, cache)
+        if call.why_whole:
+            raise UserError(f"shared prompts: {type(module).__name__}: {call.why_whole}")
+        shared_prompts.attended.add((False, module.layer_idx))
+        states: list[Any] = []
+        outputs: list[Any] = []
+        for start, end, parent in _segments(shared_prompts):
+            tensors = [tensor[:, start:end] for tensor in call.tensors]
+            state = () if parent == -1 else states[parent]
+            if state and end - start == 1:  # Transformers takes it for a step of decoding, and writes into the state
+                tensors = [torch.cat([tensor, tensor], 1) for tensor in tensors]
+            output, state = call.run(module, tensors, state)
+            states.append(state)
+            outputs.append(output[:, : end - start])
+        return torch.cat(outputs, 1)
+
+
+def _segments(segments: SegmentTable) -> Iterator[tuple[int, int, int]]:
+    return zip(segments.starts, segments.ends, segments.parents, strict=True)

@@ -1,0 +1,166 @@
+"""Pack samples with common prefixes into one row that has each prefix once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from seqtile.ops.attention.segment_tree import SegmentTable
+from seqtile.ops.lm_loss.kept_tokens import IGNORED
+
+SHORTEST_PREFIX = 16
+"""Fewest tokens that are worth sharing: each branch costs further kernel calls in every attention."""
+
+
+@dataclass(frozen=True, eq=False)
+class TreeRow:
+    """Samples in one row, ``T`` different tokens.
+
+    Two samples share a token where they also agree on the one after it. So each token of the row predicts one token
+    only, and any head and loss runs on the row with :attr:`labels`; a branch repeats the last token before it.
+
+    Attributes:
+        input_ids: ``[1, T]``.
+        position_ids: ``[1, T]``, each token's position in its samples.
+        labels: ``[1, T]``, already shifted: the token after each one where a sample scores it, else -100.
+        segments: where each prefix and its continuations lie.
+        places: ``[M]``, for the scored tokens of all samples in order: where in the row each is predicted.
+        counts: scored tokens of each sample; they sum to ``M``.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    labels: Tensor
+    segments: SegmentTable
+    places: Tensor
+    counts: tuple[int, ...]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the row."""
+        return self.segments.tokens
+
+    @property
+    def tokens_apart(self) -> int:
+        """Tokens of the samples, each prefix as often as it is there."""
+        return self.segments.tokens_apart
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """Arguments of a model on which :func:`share_prompts` was called: ``model(**row.inputs)``."""
+        # A mask that is four-dimensional already keeps transformers from building one of [T, T]. It has no values:
+        # attention that would read it, instead of the segments, returns no numbers.
+        no_mask = torch.full((1, 1, 1, 1), torch.nan, device=self.input_ids.device)
+        return {
+            "input_ids": self.input_ids, "position_ids": self.position_ids, "attention_mask": no_mask,
+            "use_cache": False, "shared_prompts": self.segments,
+        }  # fmt: skip
+
+    def of_samples(self, values: Tensor) -> tuple[Tensor, ...]:
+        """Per-token values ``[1, T]`` of the row, such as log-probabilities of :attr:`labels`, for each sample.
+
+        Returns:
+            One tensor per sample, of its scored tokens in order. Gradients of what samples share add up.
+        """
+        return tuple(values[0, self.places].split(self.counts))
+
+
+def tree_row(
+    samples: Sequence[Sequence[int] | Tensor],
+    scored: Sequence[int | Sequence[bool] | Tensor] | None = None,
+    *,
+    shortest: int = SHORTEST_PREFIX,
+    device: torch.device | str | None = None,
+) -> TreeRow:
+    """Pack samples into one row in which each common prefix is there once.
+
+    Args:
+        samples: token ids of each sample, prompt and answer, without padding. Samples of several groups may come
+            together and in any order; a sample may branch off anywhere in another.
+        scored: for each sample the number of its first scored token, as the length of its prompt, or a mask of its
+            tokens. Its first token, which nothing predicts, is never scored. None scores all others.
+        shortest: fewest tokens that are shared; prefixes that are shorter are repeated.
+        device: of the row's tensors; None for the CPU.
+
+    Cost:
+        A comparison of the samples on the CPU, linear in their tokens.
+
+    Raises:
+        ValueError: no sample, a sample without a token, or a mask of another length.
+    """
+    rows = [torch.as_tensor(sample, dtype=torch.long, device="cpu") for sample in samples]
+    if not rows or not all(row.dim() == 1 and len(row) for row in rows):
+        raise ValueError(f"got samples of shapes {[tuple(row.shape) for row in rows]}, expected [tokens] each")
+    masks = [_mask(row, None if scored is None else scored[number]) for number, row in enumerate(rows)]
+    forest = _Forest(rows, shortest)
+    places_of = forest.places()
+    ids, positions = torch.empty(forest.tokens, dtype=torch.long), torch.empty(forest.tokens, dtype=torch.long)
+    labels = torch.full((forest.tokens,), IGNORED)
+    predicted_at = []
+    for row, mask, places in zip(rows, masks, places_of, strict=True):
+        ids[places], positions[places] = row, torch.arange(len(row))
+        at = places[:-1][mask[1:]]
+        labels[at] = row[1:][mask[1:]]
+        predicted_at.append(at)
+    return TreeRow(
+        ids[None].to(device), positions[None].to(device), labels[None].to(device),
+        SegmentTable(tuple(forest.starts), tuple(forest.parents), forest.tokens, sum(map(len, rows))),
+        torch.cat(predicted_at).to(device), tuple(map(len, predicted_at)),
+    )  # fmt: skip
+
+
+def _mask(row: Tensor, scored: int | Sequence[bool] | Tensor | None) -> Tensor:
+    if scored is None or isinstance(scored, int):
+        return torch.arange(len(row)) >= (scored or 0)
+    mask = torch.as_tensor(scored, device="cpu").bool()
+    if mask.shape != row.shape:
+        raise ValueError(f"got a mask of shape {tuple(mask.shape)} for a sample of {len(row)} tokens")
+    return mask
+
+
+class _Forest:
+    """Segments in depth-first order, and which of them each sample is made of."""
+
+    def __init__(self, rows: Sequence[Tensor], shortest: int) -> None:
+        self.rows, self.shortest = rows, shortest
+        self.starts: list[int] = []
+        self.parents: list[int] = []
+        self.tokens = 0
+        self.segments_of: list[list[tuple[int, int]]] = [[] for _ in rows]
+        self._branch(list(range(len(rows))), depth=0, parent=-1)
+
+    def _branch(self, members: list[int], depth: int, parent: int) -> None:
+        """Add what the members have behind their first ``depth`` tokens, which they share."""
+        left = [member for member in members if len(self.rows[member]) > depth]
+        while left:
+            first = self.rows[left[0]]
+            shared = {member: _shared(first[depth:], self.rows[member][depth:]) for member in left}
+            least = min(self.shortest, len(first) - depth)
+            together = [member for member in left if shared[member] >= least]
+            left = [member for member in left if shared[member] < least]
+            size = min(shared[member] for member in together)
+            number = len(self.starts)
+            self.starts.append(self.tokens)
+            self.parents.append(parent)
+            self.tokens += size
+            for member in together:
+                self.segments_of[member].append((self.starts[number], size))
+            self._branch(together, depth + size, number)
+
+    def places(self) -> list[Tensor]:
+        """Where each sample's tokens lie in the row."""
+        return [
+            torch.cat([torch.arange(start, start + size) for start, size in segments]) for segments in self.segments_of
+        ]
+
+
+def _shared(one: Tensor, other: Tensor) -> int:
+    """Tokens from the start that two samples have in common together with the token after each, or its absence."""
+    size = min(len(one), len(other))
+    differs = (one[:size] != other[:size]).nonzero()
+    same = int(differs[0]) if len(differs) else size
+    return same if same == len(one) == len(other) else max(same - 1, 0)

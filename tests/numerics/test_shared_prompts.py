@@ -1,0 +1,318 @@
+"""Samples with common prefixes in one row against one row per sample."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+
+import seqtile
+from numerics._errors import assert_all_no_worse, assert_as_exact_in_bf16
+from numerics.test_chunks import FAMILIES, NO_FLOAT64, ROUNDED_TO_NOTHING, build, in_double
+from seqtile import UserError
+from seqtile.blocks.instance import TiledForward, installed_forwards
+from seqtile.blocks.layer import TiledLayer
+from seqtile.counting import count_products
+from seqtile.headwise.install_heads import HeadWise
+from seqtile.shared_prompts import TreeRow, share_prompts, tree_row
+
+PROMPT, OTHER = 45, 21
+ANSWERS = (20, 1, 7)
+
+
+def samples_of() -> tuple[list[Tensor], list[int]]:
+    """A group of three, a group of one, and a rollout that branches twice; the groups are mixed."""
+    generator = torch.Generator().manual_seed(1)
+
+    def tokens(count: int) -> Tensor:
+        return torch.randint(3, 61, (count,), generator=generator, device="cpu")
+
+    prompt, other, turns = tokens(PROMPT), tokens(OTHER), [tokens(25) for _ in range(3)]
+    group = [torch.cat([prompt, tokens(count)]) for count in ANSWERS]
+    single = torch.cat([other, tokens(30)])
+    branches = [torch.cat([prompt, turns[0], tokens(9)]), torch.cat([prompt, turns[0], turns[1]])]
+    samples = [group[0], single, branches[0], group[1], branches[1], group[2]]
+    return samples, [PROMPT, OTHER, PROMPT, PROMPT, PROMPT + 5, PROMPT]
+
+
+def weights_of(count: int) -> Tensor:
+    """What each scored token counts in the loss, as an advantage does."""
+    return torch.linspace(0.5, 1.5, count, dtype=torch.float64)
+
+
+def log_probs_of(model: nn.Module, hidden: Tensor, labels: Tensor) -> Tensor:
+    logits: Tensor = model.get_output_embeddings()(hidden)  # type: ignore[operator]
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    chosen = wide.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+    return chosen.masked_fill(labels < 0, 0)
+
+
+def finish(model: nn.Module, log_probs: Sequence[Tensor]) -> dict[str, Tensor | None]:
+    values = torch.cat([*log_probs])
+    loss = -(values * weights_of(len(values)).to(values)).sum()
+    loss.backward()
+    gradients = {name: copy.copy(weight.grad) for name, weight in model.named_parameters()}
+    kept = {name: grad for name, grad in gradients.items() if not name.endswith(ROUNDED_TO_NOTHING)}
+    return {"loss": loss.detach(), **kept}
+
+
+def causal_lm(model: nn.Module) -> Any:
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def apart(model: nn.Module) -> dict[str, Tensor | None]:
+    """A row for each sample."""
+    model.zero_grad()
+    log_probs = []
+    inner = causal_lm(model)
+    for sample, prompt in zip(*samples_of(), strict=True):
+        hidden = inner.model(input_ids=sample[None], use_cache=False).last_hidden_state
+        log_probs.append(log_probs_of(inner, hidden[:, prompt - 1 : -1], sample[None, prompt:])[0])
+    return finish(model, log_probs)
+
+
+def together(model: nn.Module, row: TreeRow | None = None) -> dict[str, Tensor | None]:
+    """All of them in one row."""
+    model.zero_grad()
+    inner = causal_lm(model)
+    row = tree_row(*samples_of()) if row is None else row
+    hidden = inner.model(**row.inputs).last_hidden_state
+    return finish(model, row.of_samples(log_probs_of(inner, hidden, row.labels)))
+
+
+def truth_of(family: str, **changes: Any) -> dict[str, Tensor | None]:
+    dtype = torch.float32 if family in NO_FLOAT64 else torch.float64
+    return in_double(apart(build(family, dtype, **changes)))
+
+
+FACTORS = {"qwen3_5_text": 16.0}
+"""Its delta rule rounds in blocks of 64 tokens, which begin anew with each segment."""
+
+FAMILIES_HERE = ["llama", "qwen3", *(name for name in FAMILIES if name != "llama")]
+
+
+def test_row_has_each_prefix_once() -> None:
+    samples, prompts = samples_of()
+    row = tree_row(samples, prompts)
+    assert row.tokens_apart == sum(map(len, samples))
+    # A branch repeats the last token before it: three answers and one rollout leave the prompt, two leave the rollout.
+    shared = PROMPT + 3 + sum(ANSWERS) + (25 - 1) + (1 + 9) + (1 + 25)
+    assert row.tokens == shared + OTHER + 30
+    assert sorted(map(len, row.segments.children)) == [0] * 6 + [2, 4]
+    for sample, prompt, places in zip(samples, prompts, row.places.split(row.counts), strict=True):
+        assert row.input_ids[0, places].tolist() == sample[prompt - 1 : -1].tolist()
+        assert row.labels[0, places].tolist() == sample[prompt:].tolist()
+        assert row.position_ids[0, places].tolist() == list(range(prompt - 1, len(sample) - 1))
+
+
+@pytest.mark.parametrize("shortest", [1, 3, 1000])
+def test_any_samples_make_a_row(shortest: int) -> None:
+    """Also prefixes of one another, equal ones, and ones of a single token."""
+    samples = [[5], [5, 6], [5, 6, 7, 8, 9], [5, 6, 7, 8, 9], [5, 6, 7, 8, 1, 2], [4, 4, 4], [5, 6, 7]]
+    row = tree_row(samples, shortest=shortest)
+    for sample, places in zip(samples, row.places.split(row.counts), strict=True):
+        assert row.input_ids[0, places].tolist() == sample[:-1]
+        assert row.labels[0, places].tolist() == sample[1:]
+    assert row.tokens == {1: 14, 3: 17, 1000: 20}[shortest] and row.tokens_apart == sum(map(len, samples))
+
+
+def test_masks_of_scored_tokens() -> None:
+    row = tree_row([[5, 6, 7, 8], [5, 6, 7, 9]], [[True, False, True, True], 3], shortest=1)
+    assert [values.tolist() for values in row.of_samples(row.labels)] == [[7, 8], [9]]
+    for samples, scored in (([], None), ([[1], []], None), ([[1, 2]], [[True]])):
+        with pytest.raises(ValueError, match="got"):
+            tree_row(samples, scored)
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("family", FAMILIES_HERE)
+def test_row_is_one_row_per_sample(family: str) -> None:
+    expected = apart(build(family))
+    model = build(family)
+    shared = share_prompts(model)
+    row = tree_row(*samples_of())
+    got = together(model, row)
+    assert (shared.tokens, shared.tokens_apart) == (row.tokens, row.tokens_apart)
+    assert_all_no_worse(got, expected, truth_of(family), factor=FACTORS.get(family, 4.0), floor=2e-6)
+
+
+APPLIED: list[dict[str, Any]] = [
+    dict(tile=16, checkpoint="layer"),
+    dict(tile=16, checkpoint="attention-saved"),
+    dict(tile=16, heads=1, blocks="mlp+norm+projections", checkpoint="attention-saved", offload=True),
+    dict(tile=16, heads=1, blocks="mlp+norm+projections", checkpoint="layer", offload=True),
+    dict(tile=1000),
+]
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("number", range(len(APPLIED)))
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss", "qwen3_moe", "deepseek_v3", "lfm2"])
+@pytest.mark.parametrize("shared_first", [True, False])
+def test_with_every_technique(family: str, number: int, shared_first: bool) -> None:
+    settings = dict(APPLIED[number])
+    if family == "deepseek_v3":
+        settings.pop("heads", None)  # latent attention
+    if family == "lfm2" and settings.get("blocks"):
+        settings["blocks"] = "mlp"
+    if family == "gpt_oss" and settings.get("checkpoint") == "attention-saved":
+        settings["checkpoint"] = "layer"  # its eager attention has no kernel to keep the output of
+    expected = apart(build(family))
+    model = build(family)
+    if shared_first:
+        share_prompts(model)
+    report = seqtile.apply(model, **settings)
+    if not shared_first:
+        share_prompts(model)
+    row = tree_row(*samples_of())
+    got = together(model, row)
+    assert_all_no_worse(got, expected, truth_of(family), factor=4.0, floor=2e-6)
+    forwards = [forward for forward in installed_forwards(model) if isinstance(forward, TiledForward | TiledLayer)]
+    most = max(forward.most_tiles for forward in forwards)
+    assert most == -(-row.tokens // settings["tile"]), report
+    if "heads" in settings:
+        by_heads = [forward for forward in installed_forwards(model) if isinstance(forward, HeadWise)]
+        assert by_heads and all(forward.acted for forward in by_heads)
+    if "checkpoint" in settings:
+        assert not any("no effect" in note for note in report.notes), report.notes
+
+
+@pytest.mark.parametrize("checkpoint", ["layer", "attention-saved"])
+def test_kept_attention_is_not_computed_again(checkpoint: str) -> None:
+    model = build("llama")
+    share_prompts(model)
+    seqtile.apply(model, tile=16, checkpoint=checkpoint)
+    row = tree_row(*samples_of())
+    with count_products() as counted:
+        together(model, row)
+    branching = sum(map(bool, row.segments.children))
+    forward = len(row.segments.starts) + branching
+    assert counted.attention_calls == 4 * forward * {"layer": 3, "attention-saved": 2}[checkpoint]
+
+
+@pytest.mark.parametrize("options", [{}, dict(tile=16, checkpoint="attention-saved", heads=1)], ids=str)
+@pytest.mark.parametrize("family", ["llama", "qwen3_5_text"])
+def test_adapters(family: str, options: dict[str, Any]) -> None:
+    def adapted(dtype: torch.dtype = torch.float32) -> Any:
+        model = build(family, dtype)
+        torch.manual_seed(2)
+        config = LoraConfig(
+            r=3, target_modules=["q_proj", "v_proj", "down_proj", "in_proj_qkv"], init_lora_weights=False
+        )
+        return get_peft_model(model, config, autocast_adapter_dtype=False)
+
+    expected, truth = apart(adapted()), in_double(apart(adapted(torch.float64)))
+    model = adapted()
+    share_prompts(model)
+    if options:
+        seqtile.apply(model, **options)
+    got = together(model)
+    assert_all_no_worse(got, expected, truth, factor=FACTORS.get(family, 4.0), floor=2e-6)
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_5_text"])
+def test_weights_in_bf16(family: str) -> None:
+    sizes = dict(hidden_size=128, head_dim=64)
+    expected = apart(build(family, torch.bfloat16, **sizes))
+    model, exact = build(family, torch.bfloat16, **sizes), build(family, **sizes)
+    exact.load_state_dict(model.state_dict())
+    share_prompts(model)
+    assert_as_exact_in_bf16(together(model), expected, in_double(apart(exact)), factor=3.0)
+
+
+def test_under_autocast() -> None:
+    results = []
+    for shared in (False, True):
+        model = build("llama")
+        if shared:
+            share_prompts(model)
+        with torch.autocast("cpu", torch.bfloat16):
+            results.append((together if shared else apart)(model))
+    assert_all_no_worse(results[1], results[0], in_double(apart(build("llama"))), factor=3.0, floor=4e-3)
+
+
+def test_other_calls_run_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the attention that the configuration names, with its own cache; copies are shared too, until undone."""
+    samples, _ = samples_of()
+    for attention in ("eager", "sdpa"):
+        model = build("llama", attn_implementation=attention)
+        untouched, names = copy.deepcopy(model), {id(module): dict(module.__dict__) for module in model.modules()}
+        shared = share_prompts(model)
+        copied = copy.deepcopy(model)
+        for one in (model, copied):
+            got = one(input_ids=samples[0][None], labels=samples[0][None], use_cache=False)
+            expected = untouched(input_ids=samples[0][None], labels=samples[0][None], use_cache=False)
+            torch.testing.assert_close(got.logits, expected.logits, rtol=0, atol=0)
+            generated = one.eval().generate(samples[0][None], max_new_tokens=4, do_sample=False)
+            assert torch.equal(
+                generated, untouched.eval().generate(samples[0][None], max_new_tokens=4, do_sample=False)
+            )
+            assert one.config._attn_implementation == attention
+        share_prompts(model)  # a second call replaces the first
+        shared.remove()
+        for module in model.modules():
+            assert module.__dict__.keys() == names[id(module)].keys()
+            assert module.__dict__.get("config") is names[id(module)].get("config")
+            assert not any("TreeCalls" in repr(hook) for hook in module._forward_hooks.values())
+        together(copied.train())
+
+
+def test_tiled_loss_and_deferred_logits() -> None:
+    """The row's labels are plain labels: the model's own loss runs on them, tiled or not."""
+    row, losses = tree_row(*samples_of()), []
+    for loss in (None, "tiled"):
+        model = build("llama")
+        share_prompts(model)
+        seqtile.apply(model, tile=16, loss=loss)
+        output = model(**row.inputs, labels=row.labels, shift_labels=row.labels)
+        assert (output.logits is None) == (loss == "tiled")
+        losses.append(output.loss)
+    torch.testing.assert_close(losses[1], losses[0])
+    with seqtile.deferred_logits(model):
+        log_probs = model(**row.inputs).logits.scores(row.labels).log_probs
+    expected = log_probs_of(model, model.model(**row.inputs).last_hidden_state, row.labels)
+    torch.testing.assert_close(log_probs, expected)
+
+
+@pytest.mark.parametrize("options", [dict(chunk=64), dict(state=64)], ids=str)
+def test_refused_with(options: dict[str, Any]) -> None:
+    model = build("qwen3_5_text")
+    share_prompts(model)
+    seqtile.apply(model, blocks="none", **options)
+    with pytest.raises(UserError, match=next(iter(options))):
+        model(**tree_row(*samples_of()).inputs)
+
+
+def test_refused_models() -> None:
+    with pytest.raises(UserError, match="attention"):
+        share_prompts(nn.Linear(3, 4))
+    dropping = build("llama", attention_dropout=0.1)
+    share_prompts(dropping)
+    with pytest.raises(UserError, match="dropout"):
+        dropping(**tree_row(*samples_of()).inputs)
+    padded = build("llama")
+    share_prompts(padded)
+    inputs = tree_row(*samples_of()).inputs
+    with pytest.raises(UserError, match="expected one row"):
+        padded(**{**inputs, **{name: inputs[name][:, :-1] for name in ("input_ids", "position_ids")}})
+
+
+def test_a_model_that_keeps_its_arguments_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its samples would read each other: an error, not a wrong number."""
+    model = build("llama")
+    layer_class = type(model.model.layers[0].self_attn)
+    forward = layer_class.forward
+
+    def drops(self: Any, *args: Any, shared_prompts: Any = None, **kwargs: Any) -> Any:
+        return forward(self, *args, **kwargs)
+
+    share_prompts(model)
+    monkeypatch.setattr(layer_class, "forward", drops)
+    with pytest.raises(UserError, match="self_attn"):
+        model(**tree_row(*samples_of()).inputs)
