@@ -87,7 +87,7 @@ class ForwardStandIn(StandIn):
     changed: ClassVar[tuple[str, ...]] = ("forward", "extra_repr", REPLICATE)
 
     def install(self) -> None:
-        self.module.__dict__.update({"forward": self, "extra_repr": _Note(self), REPLICATE: _refuse_replicas})
+        self.module.__dict__.update({"forward": self, "extra_repr": _Note(self), REPLICATE: refuse_replicas})
 
     @property
     def original(self) -> Callable[..., Any]:
@@ -125,7 +125,7 @@ class _Note:
         return ", ".join(text for text in (original(), self.installed.note()) if text)
 
 
-def _refuse_replicas() -> nn.Module:
+def refuse_replicas() -> nn.Module:
     """``nn.DataParallel`` copies a module's attributes, and the copies would run the original's weights."""
     raise NotImplementedError(
         "nn.DataParallel does not support tiled models; start one process per device with torchrun or accelerate "

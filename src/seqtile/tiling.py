@@ -439,6 +439,28 @@ def state_tiles(tokens: int, batch: int, tile: int | str, documents: Sequence[in
     return StateTiles(tuple(sizes), frozenset(begins))
 
 
+GROUP_PATCHES = 2048
+"""Patches of pictures in one group of a vision tower: products are at full speed, and more would only take memory."""
+
+
+def group_ranges(patches: Sequence[int], group: int | str) -> list[tuple[int, int]]:
+    """Cut pictures into groups, as (first, one after the last).
+
+    Args:
+        patches: of each picture, or frame of a video, in order.
+        group: how many of them are in a group, or ``"auto"``: as many as have :data:`GROUP_PATCHES`, at least one.
+    """
+    if not isinstance(group, str):
+        return [(first, min(first + group, len(patches))) for first in range(0, len(patches), group)]
+    ranges, first, total = list[tuple[int, int]](), 0, 0
+    for number, count in enumerate(patches):
+        if number > first and total + count > GROUP_PATCHES:
+            ranges.append((first, number))
+            first, total = number, 0
+        total += count
+    return [*ranges, (first, len(patches))] if patches else []
+
+
 CHUNK_TOKENS = 8192
 """Tokens of all rows in one chunk of a decoder layer: products and attention kernels are at full speed."""
 

@@ -36,7 +36,7 @@ ORDER = """
     models
     blocks
     lm_loss headwise state host_weights
-    chunks
+    chunks vision
     shared_prompts
     install
     verification

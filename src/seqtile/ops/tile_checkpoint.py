@@ -153,7 +153,29 @@ def run_with_state(
         ValueError: an output has not the tile's tokens along dimension 1.
         NotImplementedError, RuntimeError: as :func:`run_in_tiles`.
     """
-    cuts = SequenceCuts(tensors, sizes)
+    return run_with_cuts(
+        run,
+        tensors,
+        SequenceCuts(tensors, sizes),
+        begins,
+        weights,
+        before_backward=before_backward,
+        after_backward=after_backward,
+        changed=changed,
+    )
+
+
+def run_with_cuts(
+    run: RunWithState,
+    tensors: Sequence[Tensor],
+    cuts: Cuts,
+    begins: Collection[int] = (),
+    weights: Weights = dict,
+    before_backward: Callable[[Sequence[Tensor]], None] | None = None,
+    after_backward: Callable[[], None] | None = None,
+    changed: Changed = str,
+) -> Any:
+    """:func:`run_with_state` where ``cuts`` say what a tile is, and how the outputs of tiles go back together."""
     live = weights() if torch.is_grad_enabled() else {}
     if not torch.is_grad_enabled() or not any(t.requires_grad for t in (*tensors, *live.values())):
         return _run_without_gradient(run, tensors, cuts, begins)
@@ -179,11 +201,12 @@ def _run_without_gradient(
     computed: Mapping[str, Tensor] = NO_TENSORS,
 ) -> Any:  # fmt: skip
     rows = cuts.rows(tensors)  # [N, D_i] each; along a sequence [B, T, ...]
-    output = Outputs(cuts)
+    output = cuts.outputs()
     state: State = ()
     for index in range(len(cuts.sizes)):
         result, state = run(cuts.tiles(rows, index), computed, () if index in begins else state, index)
         output.write(index, result)
+    output.finish()
     return output.result(output.buffers)
 
 
@@ -210,7 +233,7 @@ def _run_with_gradient(
     token = _Save.apply(gradients, saved, len(rows), len(computed), *rows, *trained.values())  # type: ignore[no-untyped-call]
     source = TileSource(cuts, token, rows, computed, saved, before_backward, unpacked)
     del trained, live, computed, token
-    output = Outputs(cuts)
+    output = cuts.outputs()
     anchor = rows[0].new_empty(0)
     random = TileStates(anchor.device)
 
@@ -255,6 +278,7 @@ def _run_with_gradient(
         compares = not changed()  # a block that counts its calls changes itself
     finally:
         last = source.end_forward()
+    output.finish()
     joined = _Join.apply(gradients, output, last)  # type: ignore[no-untyped-call]
     return output.result(joined)
 

@@ -115,6 +115,10 @@ class Cuts:
             return (*self.leading, output.shape[-1])
         return (self.leading.numel(), *output.shape[1:])
 
+    def outputs(self) -> Outputs:
+        """What the outputs of all tiles are written to."""
+        return Outputs(self)
+
 
 class SequenceCuts(Cuts):
     """Cuts along the sequence: a tile holds the same tokens of every row of the batch.
@@ -194,6 +198,9 @@ class Outputs:
             self.cuts.part(self.cuts.of_whole(buffer), index).view(rows.shape).copy_(rows.detach())
             self.needs_gradient[number] |= tensor.requires_grad
         return tensors
+
+    def finish(self) -> None:
+        """After the last tile."""
 
     def result(self, joined: Sequence[Tensor]) -> Any:
         """The output as the function returns it, around the joined tensors."""

@@ -1,0 +1,120 @@
+"""The form of a result with features of pictures, and how the results of groups go back together.
+
+A result has tensors, lists with one entry per picture, and lists of these (one per layer of DeepStack). Which is which
+shows in two results, of two pictures and of one: a list per picture has two entries, then one. Features are joined as
+rows ``[R, D]``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from seqtile.vision.picture_call import NotCutError
+
+POOLED = "pooler_output"
+INNER = ("last_hidden_state", "hidden_states", "attentions")
+"""What a model does not read once it has pooled features. Those of all frames take more memory than the features."""
+
+
+@dataclass(frozen=True)
+class FeatureTensor:
+    """A tensor of features; ``by_owner`` where all of an owner's are along the second dimension, ``[owners, n, D]``."""
+
+    by_owner: bool
+
+
+@dataclass(frozen=True)
+class FeatureList:
+    """A list or tuple with one tensor per picture."""
+
+    container: type
+
+
+@dataclass(frozen=True)
+class FeatureTree:
+    """A list, tuple or mapping of other forms, by number or name."""
+
+    container: type
+    forms: Mapping[Any, Any]
+
+
+Form = FeatureTensor | FeatureList | FeatureTree
+
+
+class GroupShapes:
+    """What the rows of one group's result do not tell.
+
+    Attributes:
+        entries: for each list per picture, the entries of each picture along its first dimension.
+        tails: for each tensor, its other dimensions.
+    """
+
+    def __init__(self) -> None:
+        self.entries: list[list[int]] = []
+        self.tails: list[tuple[int, ...]] = []
+
+
+def form_of(whole: Any, part: Any, units: int) -> Form:
+    """The form of results.
+
+    Args:
+        whole: result for two pictures or rows of them.
+        part: result for one.
+        units: what the former can be cut into.
+    """
+    if isinstance(whole, Tensor):
+        if whole.dim() < 2:
+            raise NotCutError(f"it returns a tensor of shape {tuple(whole.shape)}")
+        return FeatureTensor(whole.dim() == 3 and len(whole) == 2 != units)
+    if isinstance(whole, Mapping):
+        kept = [name for name in whole if not (name in INNER and whole.get(POOLED) is not None)]
+        return FeatureTree(type(whole), {name: form_of(whole[name], part[name], units) for name in kept})
+    if not isinstance(whole, list | tuple):
+        raise NotCutError(f"it returns a {type(whole).__name__}")
+    if (len(whole), len(part)) == (2, 1) and all(isinstance(entry, Tensor) for entry in whole):
+        return FeatureList(type(whole))
+    inner = [form_of(one, other, units) for one, other in zip(whole, part, strict=True)]
+    return FeatureTree(type(whole), dict(enumerate(inner)))
+
+
+def rows_of(form: Form, result: Any, shapes: GroupShapes) -> Iterator[Tensor]:
+    """The features of a result of this form as rows ``[R, D]``; ``shapes`` gets the rest."""
+    if isinstance(form, FeatureTensor):
+        shapes.tails.append(tuple(result.shape[2 if form.by_owner else 1 :]))
+        yield result.reshape(-1, result.shape[-1])
+    elif isinstance(form, FeatureList):
+        shapes.entries.append([len(entry) for entry in result])
+        shapes.tails.append(tuple(result[0].shape[1:]))
+        yield joined([entry.reshape(-1, entry.shape[-1]) for entry in result])
+    else:
+        for name, inner in form.forms.items():
+            yield from rows_of(inner, result[name], shapes)
+
+
+def joined(rows: Sequence[Tensor]) -> Tensor:
+    """Rows one after another; those of one tensor are not copied."""
+    return rows[0] if len(rows) == 1 else torch.cat([*rows])
+
+
+def restored(
+    form: Form, rows: Iterator[Tensor], entries: Iterator[list[int]], tails: Iterator[tuple[int, ...]], owners: int
+) -> Any:
+    """The result of this form around joined rows.
+
+    Args:
+        form: of the result.
+        rows: of each tensor.
+        entries: of each owner, for each list per picture.
+        tails: of each tensor.
+        owners: how many.
+    """
+    if isinstance(form, FeatureTree):
+        inner = {name: restored(part, rows, entries, tails, owners) for name, part in form.forms.items()}
+        return form.container(inner.values()) if issubclass(form.container, list | tuple) else form.container(**inner)
+    tensor = next(rows).reshape(*((owners, -1) if getattr(form, "by_owner", False) else (-1,)), *next(tails))
+    return form.container(tensor.split(next(entries))) if isinstance(form, FeatureList) else tensor

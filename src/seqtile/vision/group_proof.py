@@ -1,0 +1,192 @@
+"""Check that pictures do not see each other: compute features of a few, whole and in groups, at the first call.
+
+Another first or last picture must not move a bit of the others' features, and groups must give the same features and
+the same gradients of the weights. Where frames of one video see each other, whole videos are tried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from seqtile._compat import attention_kind
+from seqtile.blocks.instance import inside
+from seqtile.engines.flat import ParameterSwap, call_with_weights
+from seqtile.ops.grad_accumulator import LOW
+from seqtile.ops.rng import Autocast
+from seqtile.state.state_proof import TOLERANCE, distance
+from seqtile.vision.feature_form import FeatureTensor, Form, GroupShapes, form_of, rows_of
+from seqtile.vision.group_node import features_in_groups
+from seqtile.vision.picture_call import NotCutError, PictureCall, Units, has_videos, ways_to_cut
+
+
+@dataclass(frozen=True)
+class GroupProof:
+    """What is known of calls of one kind.
+
+    Attributes:
+        units: what they are cut into; None where they run whole.
+        form: of their results.
+        trained: names of the weights that get a gradient.
+        why_not: why they run whole, or why larger parts than frames are cut, or "".
+    """
+
+    units: type[Units] | None = None
+    form: Form = FeatureTensor(False)
+    trained: tuple[str, ...] = ()
+    why_not: str = ""
+
+
+class GroupProofs:
+    """Proofs of one model's methods, by the mode in which they run."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, GroupProof] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_known": {}}  # a copy is verified again
+
+    def of(
+        self, owner: nn.Module, modules: Sequence[nn.Module], call: PictureCall, method: Callable[..., Any],
+        weights: Mapping[str, Tensor],
+    ) -> GroupProof:  # fmt: skip
+        """The proof for calls such as this one.
+
+        Args:
+            owner: whose method it is.
+            modules: those that compute features.
+            call: what was called.
+            method: with which method.
+            weights: of the modules, by their name in the owner.
+
+        Cost:
+            Some 10 µs per weight; where nothing is known, six forwards and two backwards of two pictures, or of about
+            130 patches where pictures may have any size.
+        """
+        pixels = call.pixels
+        shape = (pixels.shape[-1], has_videos(call)) if call.grid_name else pixels.shape[1:]
+        settings = [(name, value) for name, value in call.arguments.items() if isinstance(value, int | str | float)]
+        kinds = [(type(module), module.training, attention_kind(module)) for module in modules]
+        shapes = [(name, tuple(w.shape), w.dtype, w.requires_grad) for name, w in weights.items()]
+        key = (
+            call.name, call.grid_name, shape, pixels.dtype, pixels.device, Autocast.of(pixels),
+            torch.is_grad_enabled(), *call.others(), *map(str, settings), *kinds, *shapes,
+        )  # fmt: skip
+        if key not in self._known:
+            self._known[key] = _try_ways(owner, modules, call, method, weights)
+        return self._known[key]
+
+
+def _try_ways(
+    owner: nn.Module, modules: Sequence[nn.Module], call: PictureCall, method: Callable[..., Any],
+    weights: Mapping[str, Tensor],
+) -> GroupProof:  # fmt: skip
+    reasons = list[str]()
+    for units in ways_to_cut(call):
+        try:
+            with _in_evaluation(modules), inside("trial"):
+                trial = _GroupTrial(owner, units, call, method, weights)
+                if not (why := trial.differs()):
+                    return GroupProof(units, trial.form, trial.trained, "; ".join(reasons))
+        except Exception as error:  # noqa: BLE001 - whatever the model's own code raises
+            first = (str(error).splitlines() or [""])[0][:200]
+            why = first if isinstance(error, NotCutError) else f"it raises {type(error).__name__}: {first}"
+        reasons.append(f"in groups of {units.noun} {why}")
+    return GroupProof(why_not="; ".join(reasons) or f"its {call.name} has shape {tuple(call.pixels.shape)}")
+
+
+class _GroupTrial:
+    def __init__(
+        self, owner: nn.Module, units: type[Units], call: PictureCall, method: Callable[..., Any],
+        weights: Mapping[str, Tensor],
+    ) -> None:  # fmt: skip
+        self.sample, self.groups = units.sample(call, _merged_side(owner))
+        self.units, self.owner, self.method = units(self.sample), owner, method
+        self.weights = {
+            name: weight.detach().requires_grad_() for name, weight in weights.items()
+            if weight.requires_grad and torch.is_grad_enabled()
+        }  # fmt: skip
+        pixels = call.pixels
+        cast = Autocast.of(pixels)
+        dtypes = {pixels.dtype, cast.dtype, *(weight.dtype for weight in weights.values())}
+        self.low = not dtypes.isdisjoint(LOW)
+        self.trained: tuple[str, ...] = ()
+        with torch.no_grad():
+            part = method(**self.units.arguments(self._slices(0), *self.groups[0]))
+            self.form = form_of(method(**self.sample.arguments), part, len(self.units.owners))
+
+    def _slices(self, index: int) -> list[Tensor]:
+        return [tensor.narrow(0, *self.units.slices(*self.groups[index])) for tensor in self.units.tensors]
+
+    def _rows(self, result: Any) -> list[Tensor]:
+        return [*rows_of(self.form, result, GroupShapes())]
+
+    def differs(self) -> str:
+        """What differs in groups, or ""."""
+        if why := self._one_moves_others():
+            return why
+        whole = self._with_gradients(lambda: self._with_weights(lambda: self.method(**self.sample.arguments)))
+        self.trained = tuple(name for name in self.weights if name in whole)
+        grouped = self._with_gradients(self._grouped)
+        error, name = distance(grouped, whole)
+        return "" if error <= TOLERANCE[self.low] else f"{name} is off by {error:.1g}"
+
+    def _one_moves_others(self) -> str:
+        with torch.no_grad():
+            sizes = [len(self._rows(self.method(**self.units.arguments(self._slices(index), *group)))[0])
+                     for index, group in enumerate(self.groups)]  # fmt: skip
+            before = self._rows(self.method(**self.sample.arguments))
+            for index, others in ((0, slice(sizes[0], None)), (len(sizes) - 1, slice(0, sum(sizes[:-1])))):
+                pixels = self.units.pixels_of(*self.groups[index])
+                unchanged = pixels.clone()
+                pixels.neg_().add_(0.5)
+                after = self._rows(self.method(**self.sample.arguments))
+                pixels.copy_(unchanged)
+                if not all(torch.equal(old[others], new[others]) for old, new in zip(before, after, strict=True)):
+                    return "one changes the features of others"
+        return ""
+
+    def _with_weights(self, run: Callable[[], Any]) -> Any:
+        named = {f"0.{name}": weight for name, weight in self.weights.items()}
+        return call_with_weights(ParameterSwap((self.owner,)), named, (run,))
+
+    def _grouped(self) -> Any:
+        return features_in_groups(self.owner, self.method, self.units, self.groups, self.form,
+                         lambda: {name: self.weights[name] for name in self.trained})  # fmt: skip
+
+    def _with_gradients(self, run: Callable[[], Any]) -> dict[str, Tensor]:
+        rows = self._rows(run())
+        output = {"its output": torch.cat([row.detach().flatten() for row in rows])}
+        trained = [row for row in rows if row.requires_grad]
+        if not (self.weights and trained):
+            return output
+        generator = torch.Generator("cpu").manual_seed(1)
+        upstream = [
+            torch.randn(row.shape, generator=generator, device="cpu").to(row.device, row.dtype) for row in trained
+        ]
+        gradients = torch.autograd.grad(trained, [*self.weights.values()], upstream, allow_unused=True)
+        return output | {name: grad for name, grad in zip(self.weights, gradients, strict=True) if grad is not None}
+
+
+def _merged_side(owner: nn.Module) -> int:
+    """Patches along one side that become one feature."""
+    config: Any = getattr(owner, "config", None)
+    return int(getattr(getattr(config, "vision_config", config), "spatial_merge_size", None) or 1)
+
+
+@contextmanager
+def _in_evaluation(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Without random numbers and activation checkpoints."""
+    training = [module for module in modules if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True

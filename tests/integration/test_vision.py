@@ -1,0 +1,349 @@
+"""Vision towers in groups of frames and pictures: same outputs and gradients, less memory, and left whole where not."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from seqtile._errors import UserError
+from seqtile.counting import count_live_bytes
+from seqtile.vision.install_vision import Vision, installed_towers, remove_vision
+from seqtile.vision.tower import VisionTower
+from vision_zoo import BY_GRID, FAMILIES, VIDEOS, batch_of, owner_of, picture_model, pixels_of
+from zoo import assert_same_gradients, gradients
+
+CALLS = [(family, video) for family in FAMILIES for video in (False, True) if not video or family in VIDEOS]
+NO_FLOAT64 = ("qwen3_vl_moe",)
+"""Their grouped product takes no float64."""
+
+THREE_KINDS = ("qwen3_vl", "llava", "smolvlm")
+"""By grid, by pictures, and by rows of pictures."""
+
+
+def in_groups_of(model: nn.Module, group: int | str) -> VisionTower:
+    changes = Vision.install(model, SimpleNamespace(vision=group))
+    assert len(changes) == 1
+    return changes[0].tower
+
+
+def dtype_of(family: str) -> torch.dtype:
+    return torch.float32 if family in NO_FLOAT64 else torch.float64
+
+
+def relative_error(got: dict[str, Tensor | None], expected: dict[str, Tensor | None]) -> float:
+    joined = [
+        torch.cat([grad.double().flatten() for grad in all_.values() if grad is not None]) for all_ in (got, expected)
+    ]
+    return float((joined[0] - joined[1]).norm() / joined[1].norm())
+
+
+@pytest.mark.parametrize(("family", "video"), CALLS)
+def test_the_loss_and_every_gradient_are_those_of_the_whole_tower(family: str, video: bool) -> None:
+    model = picture_model(family, dtype_of(family))
+    batch = batch_of(model, pixels_of(family, 5, dtype_of(family), video=video))
+    loss, expected = gradients(model, batch)
+    tower = in_groups_of(model, 2)
+    got_loss, got = gradients(model, batch)
+    assert (tower.groups, tower.why_idle) == (3, "")
+    torch.testing.assert_close(got_loss, loss)
+    assert_same_gradients(got, expected)
+
+
+@pytest.mark.parametrize(("family", "video"), [call for call in CALLS if call[0] not in NO_FLOAT64])
+def test_groups_are_as_near_to_float64_as_the_whole_tower(family: str, video: bool) -> None:
+    model = picture_model(family, torch.float64)
+    batch = batch_of(model, pixels_of(family, 5, torch.float64, video=video))
+    _, exact = gradients(model, batch)
+    batch = {name: value.float() if value.is_floating_point() else value for name, value in batch.items()}
+    model.float()
+    untiled = relative_error(gradients(model, batch)[1], exact)
+    in_groups_of(model, 2)
+    assert relative_error(gradients(model, batch)[1], exact) <= 1.5 * untiled
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "llava_next_video"])
+def test_pictures_and_videos_in_one_batch(family: str) -> None:
+    model = picture_model(family, torch.float64)
+    parts = (pixels_of(family, 3, torch.float64), pixels_of(family, 5, torch.float64, video=True))
+    batch = batch_of(model, *parts, rows=3)
+    _, expected = gradients(model, batch)
+    tower = in_groups_of(model, 2)
+    assert_same_gradients(gradients(model, batch)[1], expected)
+    assert tower.groups == 3
+
+
+def with_adapters(model: nn.Module) -> nn.Module:
+    peft = pytest.importorskip("peft")
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and "head" not in name]
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=3, target_modules=names, init_lora_weights=False))
+    return adapted.double()
+
+
+def with_frozen_tower(model: nn.Module) -> nn.Module:
+    for name, weight in owner_of(model).named_parameters():
+        weight.requires_grad_(name.startswith("language_model"))
+    return model
+
+
+def untouched(model: nn.Module) -> nn.Module:
+    return model
+
+
+@pytest.fixture
+def tower_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
+    """Whether a backward was running, at each call of a norm of the tower."""
+    calls: list[bool] = []
+    forward = nn.LayerNorm.forward
+
+    def counted(self: nn.LayerNorm, x: Tensor) -> Tensor:
+        calls.append(torch._C._current_graph_task_id() >= 0)
+        return forward(self, x)
+
+    monkeypatch.setattr(nn.LayerNorm, "forward", counted)
+    yield calls
+
+
+@pytest.mark.parametrize("checkpoints", [False, True])
+@pytest.mark.parametrize("trained", [untouched, with_adapters, with_frozen_tower])
+@pytest.mark.parametrize("family", THREE_KINDS)
+def test_full_training_adapters_and_a_frozen_tower(
+    family: str, trained: Callable[[nn.Module], nn.Module], checkpoints: bool, tower_calls: list[bool]
+) -> None:
+    model = picture_model(family, torch.float64)
+    batch = batch_of(model, pixels_of(family, 5, torch.float64))
+    model = trained(model)
+    if checkpoints:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
+        model.enable_input_require_grads()  # type: ignore[operator]
+    _, expected = gradients(model, batch)
+    tower = in_groups_of(model, 2)
+    gradients(model, batch)  # with the trial
+    tower_calls.clear()
+    assert_same_gradients(gradients(model, batch)[1], expected)
+    assert tower.groups == 3 and tower_calls
+    assert any(tower_calls) == (trained is not with_frozen_tower), "a frozen tower is not recomputed, another one is"
+
+
+@pytest.mark.parametrize("family", THREE_KINDS)
+def test_features_of_a_frozen_tower_have_no_graph(family: str) -> None:
+    model = with_frozen_tower(picture_model(family))
+    model.enable_input_require_grads()  # type: ignore[operator]
+    tower = in_groups_of(model, 2)
+    pixels = pixels_of(family, 5, torch.float32)
+    features = owner_of(model).get_image_features(*pixels.values(), return_dict=True).pooler_output
+    assert tower.groups == 3 and not any(rows.requires_grad for rows in features)
+
+
+@pytest.mark.parametrize("family", THREE_KINDS)
+def test_each_weight_gets_one_gradient(family: str) -> None:
+    model = picture_model(family)
+    batch = batch_of(model, pixels_of(family, 5, torch.float32))
+    arrivals: dict[str, int] = {}
+
+    def arrived(name: str) -> Callable[[Tensor], None]:
+        return lambda _: arrivals.update({name: arrivals.get(name, 0) + 1})
+
+    tower = in_groups_of(model, 1)
+    for name, weight in model.named_parameters():
+        weight.register_post_accumulate_grad_hook(arrived(name))
+    gradients(model, batch)
+    assert tower.groups == 5 and len(arrivals) > 50 and {*arrivals.values()} == {1}
+
+
+def test_a_recompute_draws_the_random_numbers_of_its_forward() -> None:
+    model = picture_model(
+        "llava", torch.float64, vision_config={**FAMILIES["llava"]["vision_config"], "attention_dropout": 0.4}
+    )
+    owner = owner_of(model)
+    pixels = pixels_of("llava", 5, torch.float64)["pixel_values"]
+    weights = [weight for name, weight in owner.named_parameters() if "tower" in name or "projector" in name]
+
+    def tower_gradients(parts: list[Tensor]) -> list[Tensor]:
+        torch.manual_seed(7)
+        features = [rows for part in parts for rows in owner.get_image_features(part, return_dict=True).pooler_output]
+        total = (torch.stack(features) ** 2).sum()
+        return [g for g in torch.autograd.grad(total, weights, allow_unused=True) if g is not None]
+
+    by_hand = tower_gradients([pixels[:2], pixels[2:4], pixels[4:]])
+    tower = in_groups_of(model, 2)
+    owner.get_image_features(pixels, return_dict=True)  # with the trial, which draws nothing
+    got = tower_gradients([pixels])
+    assert tower.groups == 3
+    scale = max(gradient.abs().max() for gradient in by_hand)
+    for one, other in zip(got, by_hand, strict=True):
+        torch.testing.assert_close(one / scale, other / scale)
+
+
+@pytest.mark.parametrize("family", THREE_KINDS)
+def test_autocast_of_the_forward_is_that_of_a_recompute(family: str) -> None:
+    model = picture_model(family)
+    batch = batch_of(model, pixels_of(family, 5, torch.float32))
+
+    def step() -> dict[str, Tensor | None]:
+        model.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = model(**batch).loss
+        loss.backward()
+        return {name: copy.copy(weight.grad) for name, weight in model.named_parameters()}
+
+    expected = step()
+    exact = gradients(model, batch)[1]
+    tower = in_groups_of(model, 2)
+    assert relative_error(step(), exact) <= 1.5 * relative_error(expected, exact)
+    assert tower.groups == 3
+
+
+class Sees(nn.Module):
+    """A merger behind which features see each other: those of one video, or all."""
+
+    def __init__(self, merger: nn.Module, grid: list[list[int]] | None, weight: float = 1.0) -> None:
+        super().__init__()
+        self.merger, self.grid, self.weight = merger, grid, weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.merger(x)
+        sizes = [len(rows)] if self.grid is None else [t * h * w // 4 for t, h, w in self.grid]
+        return torch.cat([part + self.weight * part.mean(0) for part in rows.split(sizes)])
+
+
+def test_pictures_that_see_each_other_are_left_whole_and_named(caplog: pytest.LogCaptureFixture) -> None:
+    model = picture_model("qwen3_vl", torch.float64)
+    visual = owner_of(model).visual
+    visual.merger = Sees(visual.merger, None, weight=1e-9)  # below any tolerance
+    batch = batch_of(model, pixels_of("qwen3_vl", 5, torch.float64))
+    _, expected = gradients(model, batch)
+    tower = in_groups_of(model, 2)
+    with caplog.at_level(logging.WARNING):
+        _, got = gradients(model, batch)
+    assert tower.groups == 0 and tower.why_idle
+    assert any("model" in record.message for record in caplog.records)
+    assert_same_gradients(got, expected)
+
+
+def test_frames_that_see_each_other_are_kept_together() -> None:
+    model = picture_model("qwen3_vl", torch.float64)
+    visual = owner_of(model).visual
+    visual.merger = Sees(visual.merger, [])
+    forward = type(visual).forward
+
+    def with_grid(x: Tensor, grid_thw: Tensor, **kwargs: Any) -> Any:
+        visual.merger.grid = grid_thw.tolist()
+        return forward(visual, x, grid_thw=grid_thw, **kwargs)
+
+    visual.forward = with_grid
+    videos = pixels_of("qwen3_vl", 3, torch.float64, video=True)
+    more = pixels_of("qwen3_vl", 4, torch.float64, video=True, seed=4)
+    both = {name: torch.cat([videos[name], more[name]]) for name in videos}
+    batch = batch_of(model, both)
+    _, expected = gradients(model, batch)
+    tower = in_groups_of(model, 1)
+    _, got = gradients(model, batch)
+    assert (tower.units, tower.groups) == ("videos", 2)
+    assert_same_gradients(got, expected)
+
+
+@pytest.mark.parametrize(("group", "warns"), [(64, True), ("auto", False)])
+def test_a_batch_that_is_one_group_warns_where_its_size_was_asked_for(
+    group: int | str, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = picture_model("qwen3_vl")
+    batch = batch_of(model, pixels_of("qwen3_vl", 3, torch.float32))
+    in_groups_of(model, group)
+    text = {name: value for name, value in batch.items() if name in ("input_ids", "labels")}
+    text["input_ids"] = text["input_ids"].clamp(max=20)
+    with caplog.at_level(logging.WARNING):
+        gradients(model, text)
+        assert not caplog.records, "a step without pictures tells nothing"
+        for _ in range(2):
+            gradients(model, batch)
+    assert len(caplog.records) == warns
+
+
+def test_a_number_of_frames_needs_a_tower() -> None:
+    from zoo import causal_lm
+
+    model = causal_lm("llama")
+    with pytest.raises(UserError):
+        Vision.check(model, SimpleNamespace(vision=4))
+    Vision.check(model, SimpleNamespace(vision="auto"))
+    assert Vision.install(model, SimpleNamespace(vision="auto")) == []
+
+
+@pytest.mark.parametrize("family", THREE_KINDS)
+def test_evaluation_runs_in_groups_too(family: str) -> None:
+    model = picture_model(family, torch.float64).eval()
+    batch = batch_of(model, pixels_of(family, 5, torch.float64))
+    with torch.no_grad():
+        expected = model(**batch).logits
+        tower = in_groups_of(model, 2)
+        torch.testing.assert_close(model(**batch).logits, expected)
+    assert tower.groups == 3
+
+
+def test_hidden_states_that_are_asked_for_are_there() -> None:
+    model = picture_model("qwen3_vl")
+    tower = in_groups_of(model, 1)
+    pixels = pixels_of("qwen3_vl", 3, torch.float32)
+    result = owner_of(model).get_image_features(*pixels.values(), output_hidden_states=True, return_dict=True)
+    assert result.last_hidden_state is not None and result.hidden_states and tower.groups == 0
+
+
+def test_a_copy_runs_its_own_tower_and_removal_leaves_no_trace() -> None:
+    model = picture_model("qwen3_vl")
+    before = {name: {*module.__dict__} for name, module in model.named_modules()}
+    batch = batch_of(model, pixels_of("qwen3_vl", 3, torch.float32))
+    tower = in_groups_of(model, 1)
+    copied = copy.deepcopy(model)
+    gradients(copied, batch)
+    assert tower.groups == 0 and installed_towers(copied)[0].groups == 3
+    in_groups_of(model, 2)
+    assert [again.group for again in installed_towers(model)] == [2]
+    remove_vision(model)
+    assert {name: {*module.__dict__} for name, module in model.named_modules()} == before
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def peak(family: str, frames: int, group: int | None, trains: bool) -> tuple[int, int, int]:
+    """Peak of live bytes of forward and backward of the features; bytes of these, and of the tower's weights."""
+    model = picture_model(family)
+    owner = owner_of(model)
+    if not trains:
+        with_frozen_tower(model)
+    if group is not None:
+        in_groups_of(model, group)
+    video = family in BY_GRID
+    pixels = pixels_of(family, frames, torch.float32, video=video, size=2)
+    method = owner.get_video_features if video else owner.get_image_features
+    size = 0
+    for _ in range(2):  # the first call has the trial
+        with count_live_bytes() as live:
+            result = method(*pixels.values(), return_dict=True)
+            tensors = [
+                *result.pooler_output,
+                *(rows for layer in result.get("deepstack_features", ()) for rows in layer),
+            ]
+            size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+            if trains:
+                sum(tensor.square().sum() for tensor in tensors).backward()
+            del result, tensors
+    weights = [w for name, w in owner.named_parameters() if not name.startswith("language_model")]
+    return live.peak, size, sum(weight.numel() * weight.element_size() for weight in weights)
+
+
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl", "llava", "gemma3"])
+def test_sixty_four_frames_take_the_memory_of_four_and_their_features(family: str, trains: bool) -> None:
+    of_four, few, weights = peak(family, 4, 4, trains)
+    of_all, features, _ = peak(family, 64, 4, trains)
+    whole, _, _ = peak(family, 64, None, trains)
+    sums = weights if trains else 0  # of gradients, over the groups
+    # Features are there once, and once as parts that are joined or as gradients, and as what the square keeps.
+    assert of_all <= of_four + 3 * (features - few) + sums, (of_four, of_all, features, whole)
+    assert of_all < whole / 2
