@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
 import seqtile
+from seqtile.integrations.trl import tile_trainer
 
 
 def holds_the_answer(completions: list[str], answer: list[str], **_: object) -> list[float]:
@@ -26,6 +27,7 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--output", default="runs/grpo")
     parser.add_argument("--max-completion", type=int, default=4096)
     parser.add_argument("--generations", type=int, default=8)
+    parser.add_argument("--at-once", type=int, default=1, help="completions per forward; their prompt runs once")
     parser.add_argument("--steps", type=int, default=100)
     options = parser.parse_args(words)
 
@@ -34,7 +36,8 @@ def main(words: list[str] | None = None) -> None:
         reward_funcs=holds_the_answer,
         args=GRPOConfig(
             options.output, max_completion_length=options.max_completion, num_generations=options.generations,
-            per_device_train_batch_size=1, gradient_accumulation_steps=options.generations, max_steps=options.steps,
+            per_device_train_batch_size=options.at_once, max_steps=options.steps,
+            gradient_accumulation_steps=options.generations // options.at_once,
             learning_rate=1e-5, gradient_checkpointing_kwargs={"use_reentrant": False}, report_to="none",
             bf16=torch.accelerator.is_available(), model_init_kwargs={"dtype": "auto"},
         ),
@@ -44,6 +47,8 @@ def main(words: list[str] | None = None) -> None:
     )  # fmt: skip
     # After the trainer is built, so that the tiled head answers its calls; before it trains, so before any engine.
     print(seqtile.apply(trainer.model, loss="tiled"))
+    if options.at_once > 1:
+        print(*tile_trainer(trainer, shared_prompts=True), sep="\n")
     trainer.train()
     trainer.save_model()
 

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from seqtile.verification import VerifyResult as VerifyResult
     from seqtile.verification import check_gradients as check_gradients
     from seqtile.verification import verify as verify
+    from seqtile.verification.prompts import verify_shared_prompts as verify_shared_prompts
 
 __version__ = "0.1.0"
 
@@ -66,6 +67,7 @@ _HOMES = {
     "tree_row": "seqtile.shared_prompts.rows",
     "undo": "seqtile.install.apply",
     "verify": "seqtile.verification",
+    "verify_shared_prompts": "seqtile.verification.prompts",
 }
 
 __all__ = [*_HOMES, "__version__"]

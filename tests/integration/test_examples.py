@@ -104,6 +104,8 @@ def test_grpo(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     script("grpo.py", model, dataset, "--output", tmp_path / "out", *more)
     assert "tiled 2 of 2 MLPs (LlamaMLP)" in capsys.readouterr().out
     assert (tmp_path / "out" / "adapter_model.safetensors").exists()
+    script("grpo.py", model, dataset, "--output", tmp_path / "out", *more, "--at-once", 2)
+    assert "model: shared prompts are computed once" in capsys.readouterr().out
 
 
 def test_embedding(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,9 @@ import tiny_run
 import trainers
 from integration.test_head_trainers import MARGINS, SAMPLED, trajectory
 from seqtile import UserError
+from seqtile.integrations.rl.shared_prompts import score_shared
 from seqtile.integrations.trl import tile_trainer
+from seqtile.shared_prompts import share_prompts
 from seqtile.shared_prompts.trl_calls import share_in_calls
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what the trainers have to say about their own defaults
@@ -96,17 +98,9 @@ def scored(model: Any, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("count", [None, 7])
 @pytest.mark.parametrize("tiled", [False, True])
 def test_one_call(tiled: bool, count: int | None, directory: Path) -> None:
-    """Of a batch that is padded on both sides, with tokens in the middle of an answer that are not scored."""
     from trl.trainer.utils import add_fused_lm_head
 
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(1, 250, (5, 60), generator=generator)
-    ids[:4, 4:40] = ids[:1, 4:40]
-    mask = torch.ones_like(ids)
-    mask[:4, :4], mask[1, 50:], mask[2, 41:] = 0, 0, 0
-    labels = ids.masked_fill(mask == 0, -100)
-    labels[:, :40], labels[3, 44:47] = -100, -100
-    batch = dict(input_ids=ids, attention_mask=mask, labels=labels, num_items_in_batch=count)
+    batch = {**padded_batch(), "num_items_in_batch": count}
     results = []
     for shared in (False, True):
         model = trainers.load(directory).train()
@@ -119,10 +113,86 @@ def test_one_call(tiled: bool, count: int | None, directory: Path) -> None:
             calls = share_in_calls(model)
         results.append(scored(model, batch))
     torch.testing.assert_close(results[1], results[0])
-    assert calls.tokens == 37 + 3 + 20 + 10 + 1 + 20 + 60 - 1 and calls.tokens_apart == int(mask.sum())
+    assert calls.tokens == 37 + 3 + 20 + 10 + 1 + 20 + 60 - 1 and calls.tokens_apart == int(
+        batch["attention_mask"].sum()
+    )
     calls.remove()
     torch.testing.assert_close(scored(model, batch), results[0])
-    assert calls.tokens_apart == int(mask.sum())
+    assert calls.tokens_apart == int(batch["attention_mask"].sum())
+
+
+def padded_batch() -> dict[str, torch.Tensor]:
+    """Padded on both sides, with tokens in the middle of an answer that are not scored."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(1, 250, (5, 60), generator=generator)
+    ids[:4, 4:40] = ids[:1, 4:40]
+    mask = torch.ones_like(ids)
+    mask[:4, :4], mask[1, 50:], mask[2, 41:] = 0, 0, 0
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[:, :40], labels[3, 44:47] = -100, -100
+    return dict(input_ids=ids, attention_mask=mask, labels=labels)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_scores_for_other_stacks(shared: bool, directory: Path) -> None:
+    batch = padded_batch()
+    if not shared:
+        batch = {name: values[3:] for name, values in batch.items()}
+    results = []
+    for ours in (False, True):
+        model = trainers.load(directory).train()
+        if ours:
+            calls = share_prompts(model)
+            seqtile.apply(model, tile=16, loss="tiled", loss_tile=16)
+            scores = score_shared(model, *batch.values(), temperature=0.7, entropy=True)
+            log_probs, entropies = scores.log_probs, scores.entropy
+            assert (calls.tokens > 0) == shared
+        else:
+            log_p = (model(**{**batch, "labels": None}).logits[:, :-1] / 0.7).log_softmax(-1)
+            kept = batch["labels"][:, 1:] >= 0
+            log_probs = log_p.gather(-1, batch["input_ids"][:, 1:, None])[..., 0] * kept
+            entropies = -(log_p.exp() * log_p).sum(-1) * kept
+        weights = torch.linspace(0.5, 1.5, log_probs.numel()).view(log_probs.shape)
+        (log_probs * weights).sum().backward()
+        gradients = {name: weight.grad for name, weight in model.named_parameters()}
+        results.append({"log_probs": log_probs.detach(), "entropy": entropies.detach(), **gradients})
+    torch.testing.assert_close(results[1], results[0])
+
+
+def test_row_of_async_grpo(directory: Path) -> None:
+    """TRL's own row: its segments are read, no keys are gathered, and it runs without FlashAttention-3."""
+    from trl.experimental.async_grpo.packing import TREE_ATTENTION, TreeRow, register_tree_attention
+    from trl.trainer.utils import add_fused_lm_head
+
+    register_tree_attention()
+    generator = torch.Generator().manual_seed(1)
+    head, turn = (torch.randint(1, 250, (size,), generator=generator) for size in (30, 12))
+    tails = [torch.randint(1, 250, (size,), generator=generator) for size in (9, 1, 14, 20)]
+    samples = [
+        torch.cat([head, tails[0]]),
+        torch.cat([head, turn, tails[1]]),
+        torch.cat([head, turn, tails[2]]),
+        tails[3],
+    ]
+    packed = TreeRow()
+    for number, sample in enumerate(samples):
+        mask = torch.arange(len(sample)) >= (30 if number < 3 else 5)
+        packed.add(dict(input_ids=sample, completion_mask=mask, old_log_probs=mask * 1.0, advantage=1.0, group_id=0))
+    row = packed.pack()
+    model = trainers.load(directory).train()
+    model.set_attn_implementation(TREE_ATTENTION)
+    add_fused_lm_head(model)
+    calls = share_in_calls(model)
+    longest = dict(zip(("tree_max_seqlen_q", "tree_max_seqlen_k"), row["tree_max_seqlens"].tolist(), strict=True))
+    tree = {name: row[name] for name in ("tree_kv_index", "tree_cu_seqlens_q", "tree_cu_seqlens_k")}
+    inputs = {name: row[name][None] for name in ("input_ids", "position_ids", "shift_labels")}
+    output = model(**inputs, fused_lm_head=True, **tree, **longest)
+    got = output.log_probs.flatten()[row["token_index"]].split(row["segment_id"].bincount().tolist())
+    alone = trainers.load(directory).train()
+    for sample, log_probs in zip(samples, got, strict=True):
+        expected = alone(input_ids=sample[None]).logits.log_softmax(-1)[0, :-1].gather(-1, sample[1:, None])[:, 0]
+        torch.testing.assert_close(log_probs, expected[-len(log_probs) :])
+    assert calls.tokens == row["input_ids"].numel() and calls.tokens_apart == sum(map(len, samples))
 
 
 def test_without_effect(directory: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

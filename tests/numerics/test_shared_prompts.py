@@ -19,7 +19,9 @@ from seqtile.blocks.instance import TiledForward, installed_forwards
 from seqtile.blocks.layer import TiledLayer
 from seqtile.counting import count_products
 from seqtile.headwise.install_heads import HeadWise
+from seqtile.ops.attention import piece_kernels
 from seqtile.shared_prompts import TreeRow, share_prompts, tree_row
+from seqtile.shared_prompts.model import shares_prompts
 
 PROMPT, OTHER = 45, 21
 ANSWERS = (20, 1, 7)
@@ -278,6 +280,24 @@ def test_tiled_loss_and_deferred_logits() -> None:
         log_probs = model(**row.inputs).logits.scores(row.labels).log_probs
     expected = log_probs_of(model, model.model(**row.inputs).last_hidden_state, row.labels)
     torch.testing.assert_close(log_probs, expected)
+
+
+@pytest.mark.parametrize("standing", [True, False])
+def test_verify(standing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    samples, prompts = samples_of()
+    model = build("llama")
+    seqtile.apply(model, tile=16)
+    if standing:
+        share_prompts(model)
+    result = seqtile.verify_shared_prompts(model, samples, prompts)
+    assert result.ok and result.reference == "float64", result
+    assert result.tiled.flops < 0.6 * result.untiled.flops
+    assert shares_prompts(model) == standing and all(weight.grad is None for weight in model.parameters())
+    with pytest.raises(UserError, match="share no prefix"):
+        seqtile.verify_shared_prompts(model, samples[:2], prompts[:2])
+    monkeypatch.setattr(piece_kernels, "join", lambda output, lse, other, of_other: (output, lse))
+    wrong = seqtile.verify_shared_prompts(model, samples, prompts)
+    assert not wrong.ok and "DIFFER" in str(wrong)
 
 
 @pytest.mark.parametrize("options", [dict(chunk=64), dict(state=64)], ids=str)

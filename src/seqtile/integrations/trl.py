@@ -35,6 +35,7 @@ def tile_trainer(trainer: Any, *, loss_tile: int | str | None = None, shared_pro
             without one.
         shared_prompts: compute each prompt once however many samples of a batch begin with it, as the answers of a
             group and the two of a preference do. For SFT, DPO, GRPO, KTO and RLOO, and for batches without images.
+            AsyncGRPO's own rows run without its kernel and without gathered keys.
 
     Returns:
         What was done, one line per model.
@@ -49,7 +50,7 @@ def tile_trainer(trainer: Any, *, loss_tile: int | str | None = None, shared_pro
     if not models:
         raise UserError(f"{type(trainer).__name__} has no model to tile; expected a built TRL trainer")
     class_names = {base.__name__ for base in type(trainer).__mro__}
-    if shared_prompts and (others := class_names & {"OnlineDPOTrainer", "GKDTrainer", "AsyncGRPOTrainer"}):
+    if shared_prompts and (others := class_names & {"OnlineDPOTrainer", "GKDTrainer"}):
         raise UserError(f"shared_prompts=True does not support {others.pop()}, which does not score a padded batch")
     done = []
     for name, model in models.items():

@@ -98,6 +98,11 @@ def share_prompts(model: nn.Module) -> SharedPrompts:
     return SharedPrompts(weakref.ref(model), tuple(trunks.values()))
 
 
+def shares_prompts(model: nn.Module) -> bool:
+    """Whether :func:`share_prompts` was called on ``model``."""
+    return any(attention_kind(module) == TREE_ATTENTION for module in model.modules())
+
+
 def remove_sharing(model: nn.Module) -> None:
     """Take off what :func:`share_prompts` put on ``model``, if anything."""
     for module in model.modules():

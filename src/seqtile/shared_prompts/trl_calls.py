@@ -1,8 +1,9 @@
 """Calls of TRL's fused head with a padded batch, run on one row in which each common prefix is there once.
 
-Every trainer of TRL that scores tokens (GRPO, RLOO, DPO, KTO, SFT) calls ``model(input_ids, attention_mask, labels,
-fused_lm_head=True)`` and reads ``[B, T - 1]`` values. Hooks on the model fold the batch before the call and spread the
-values after it, whatever head computes them.
+GRPO, RLOO, DPO, KTO and SFT call ``model(input_ids, attention_mask, labels, fused_lm_head=True)`` and read ``[B, T -
+1]`` values. Hooks on the model fold the batch before the call and spread the values after it, whatever head computes
+them. AsyncGRPO packs such rows itself, and has FlashAttention-3 gather the keys of every path; the hooks read its
+segments instead, which then run on any kernel.
 """
 
 from __future__ import annotations
@@ -92,6 +93,8 @@ class FoldedCalls(TreeHooks):
 
     def before(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
         """Before the model's forward."""
+        if "tree_kv_index" in kwargs:
+            return args, read_trl_row(kwargs)
         if not (kwargs.get("fused_lm_head") or kwargs.get("trl_head")):
             return None
         if kwargs.get("output_router_logits"):
@@ -145,3 +148,23 @@ def fold_batch(input_ids: Tensor, attention_mask: Tensor | None, labels: Tensor)
     samples = torch.arange(len(ids)).repeat_interleave(torch.tensor(row.counts))
     device = input_ids.device
     return Fold(row, (ids.shape[0], ids.shape[1]), samples.to(device), torch.cat(columns).to(device))
+
+
+def read_trl_row(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments with TRL's description of a row (``TreeRow.pack``) replaced by its segments."""
+    kwargs = dict(kwargs)
+    index, starts, paths = (
+        kwargs.pop(name).tolist() for name in ("tree_kv_index", "tree_cu_seqlens_q", "tree_cu_seqlens_k")
+    )
+    kwargs = {name: value for name, value in kwargs.items() if not name.startswith("tree_")}
+    numbers = {start: number for number, start in enumerate(starts[:-1])}
+    parents = []
+    for number, (start, end) in enumerate(zip(starts, starts[1:], strict=False)):
+        path = index[paths[number] : paths[number + 1] - (end - start)]  # whole segments, the parent's last
+        parents.append(max((numbers[place] for place in path if place in numbers), default=-1))
+    lengths = [end - start for start, end in zip(paths, paths[1:], strict=False)]
+    ends_of_samples = set(range(len(parents))) - set(parents)
+    segments = SegmentTable(
+        tuple(starts[:-1]), tuple(parents), starts[-1], sum(lengths[number] for number in ends_of_samples)
+    )
+    return {**kwargs, "shared_prompts": segments}
