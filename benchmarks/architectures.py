@@ -216,10 +216,11 @@ def coverage(config: PreTrainedConfig) -> dict[str, Any]:
         places = sorted(
             {(pattern(block.name), block.class_name, block.path, block.together) for block in report.blocks}
         )
-        layers = re.search(r"(\d+ of \d+) \((.*)\)", report.state)
-        attention = sorted(set(re.findall(r"\w+(?=, \d+ query heads)", report.heads)))
-        words = re.sub(r"\d+ (norm|projection)s?", r"\1", report.rows)
-        tiled[option] = [places, words, bool(report.loss), attention, layers and layers.groups(), report.checkpointing]
+        layers = re.search(r"(\d+ of \d+) \((.*)\)", report.done.get("state", ""))
+        attention = sorted(set(re.findall(r"\w+(?=, \d+ query heads)", report.done.get("heads", ""))))
+        words = re.sub(r"\d+ (norm|projection)s?", r"\1", report.done.get("blocks", ""))
+        others = ["loss" in report.done, attention, layers and layers.groups(), report.done.get("checkpoint", "")]
+        tiled[option] = [places, words, *others]
         seqtile.undo(model)
     return tiled
 

@@ -143,7 +143,7 @@ def _first_step(method: str, arguments: dict[str, Any], ids: Any, expected: dict
     from transformers import LlamaConfig
 
     from methods import build_model, install_step, step_method, use_liger_kernels
-    from seqtile.counting import count_live_bytes
+    from seqtile.counting.live import count_live_bytes
 
     config = LlamaConfig(
         hidden_size=arguments["hidden"], intermediate_size=arguments["intermediate"], num_attention_heads=8,

@@ -40,8 +40,8 @@ from block import ResidualLayer, Upstream, add_adapters
 from methods import build_model, install, install_step, step_method
 from seqtile._compat import disable_current_modes, schema_of, storage_key
 from seqtile._errors import UserError
-from seqtile.counting import count_live_bytes
 from seqtile.counting.fake import fake_tensors, make_fake
+from seqtile.counting.live import count_live_bytes
 from seqtile.counting.watch import Watch, name_of, tensors_in
 from seqtile.models.configs import read_config
 from seqtile.ops import mlp_tile, pointwise

@@ -177,7 +177,7 @@ def describe(family: str) -> Family:
         report, by_heads = seqtile.apply(model, **settings, heads=1), "yes"
     except UserError:  # attention of no known form
         report, by_heads = seqtile.apply(model, **settings), "no"
-    state = next((how for how in ("whole layers", "the mixers alone") if how in report.state), "no")
+    state = next((how for how in ("whole layers", "the mixers alone") if how in report.done.get("state", "")), "no")
     excluded = lora_config(model_of(family), r=4, alpha=None, dropout=0.0, target_modules="all-linear").exclude_modules
     return Family(family, ", ".join(kinds), state, by_heads, ", ".join(f"`{name}`" for name in sorted(excluded or ())))
 

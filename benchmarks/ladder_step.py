@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from seqtile._errors import UserError
 from seqtile.checkpointing.keep_attention import kept_per_token
-from seqtile.counting import count_live_bytes
+from seqtile.counting.live import count_live_bytes
 from seqtile.devices import synchronize
 from seqtile.models.configs import read_config
 from seqtile.models.layer_fields import first_layers

@@ -13,7 +13,8 @@ from block import PERIOD, Workload, reference_errors
 from cell import Cell
 from child import guarded
 from methods import block_shape, install, tile_count, uninstall
-from seqtile.counting import count_live_bytes, count_products
+from seqtile.counting.live import count_live_bytes
+from seqtile.counting.products import count_products
 from seqtile.devices import empty_cache, is_accelerator, synchronize
 
 REFERENCE_BYTES = 2**33

@@ -18,8 +18,8 @@ import torch
 import seqtile
 from block import ResidualLayer
 from cell import SHAPES
-from seqtile.counting import count_live_bytes
 from seqtile.counting.fake import fake_tensors, make_fake
+from seqtile.counting.live import count_live_bytes
 from seqtile.devices import empty_cache, synchronize
 from seqtile.ops.grad_accumulator import as_on_an_accelerator
 

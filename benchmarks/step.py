@@ -34,7 +34,7 @@ import machine
 from cell import Worker
 from methods import STEP_METHODS, build_model, install_step, step_method, use_liger_kernels
 from seqtile._errors import UserError
-from seqtile.counting import count_live_bytes
+from seqtile.counting.live import count_live_bytes
 from seqtile.devices import empty_cache, is_accelerator, synchronize
 from seqtile.models.configs import read_config
 from seqtile.planner.fake_step import update

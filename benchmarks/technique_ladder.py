@@ -21,7 +21,7 @@ from seqtile.headwise.install_heads import runs_on_some_heads
 from seqtile.options import changed
 from seqtile.planner.memory_plan import Planner
 from seqtile.planner.request import Request, attention_cannot_be_saved
-from seqtile.planner.techniques import ABLATION, BASELINE, LAYER_CHECKPOINTS, Technique
+from seqtile.planner.techniques import ABLATION, BASELINE, LAYER_CHECKPOINTS, Dial
 
 GIB = 2**30
 Row = dict[str, Any]
@@ -37,7 +37,7 @@ class AblationStep:
     """
 
     name: str
-    technique: Technique
+    technique: Dial
 
     @property
     def changes(self) -> Mapping[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from seqtile.counting import LiveBytes, count_live_bytes
+from seqtile.counting.live import LiveBytes, count_live_bytes
 from seqtile.devices import device_name, package_version
 from seqtile.install.apply import apply, undo
 from seqtile.planner.phases import Phase, label_phases, run_step

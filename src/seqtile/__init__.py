@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from seqtile._errors import UserError as UserError
-    from seqtile.counting import count_live_bytes as count_live_bytes
-    from seqtile.counting import count_products as count_products
+    from seqtile.blocks.install_blocks import Block as Block
+    from seqtile.counting.live import count_live_bytes as count_live_bytes
+    from seqtile.counting.products import count_products as count_products
     from seqtile.fitting import fit as fit
     from seqtile.install.apply import applied as applied
     from seqtile.install.apply import apply as apply
     from seqtile.install.apply import undo as undo
     from seqtile.install.module import tile_module as tile_module
-    from seqtile.install.report import Block as Block
     from seqtile.install.report import Report as Report
     from seqtile.integrations.callback import TilingCallback as TilingCallback
     from seqtile.lm_loss.tiled_loss import deferred_logits as deferred_logits
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Block": "seqtile.install.report",
+    "Block": "seqtile.blocks.install_blocks",
     "HeadInput": "seqtile.ops.lm_loss.token_logprobs",
     "LogitScaling": "seqtile.ops.lm_loss.logits_tile",
     "Report": "seqtile.install.report",
@@ -53,8 +53,8 @@ _HOMES = {
     "applied": "seqtile.install.apply",
     "apply": "seqtile.install.apply",
     "check_gradients": "seqtile.verification",
-    "count_live_bytes": "seqtile.counting",
-    "count_products": "seqtile.counting",
+    "count_live_bytes": "seqtile.counting.live",
+    "count_products": "seqtile.counting.products",
     "deferred_logits": "seqtile.lm_loss.tiled_loss",
     "fit": "seqtile.fitting",
     "importance_ratios": "seqtile.ops.lm_loss.policy",

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from seqtile._compat import active_fake_mode, tree_iter
+from seqtile._compat import SET_CHECKPOINTING, active_fake_mode, tree_iter
 from seqtile._log import first_rank_logger
 from seqtile._stand_in import StandIn
 
@@ -27,6 +27,22 @@ def outermost(model: nn.Module, matches: Callable[[Any], bool]) -> Named:
             outer.append((name, module))
             inside.update(module.modules())
     return outer
+
+
+def find_checkpointed(model: nn.Module) -> Named:
+    """(name, module) of the outermost models in ``model`` whose own class switches activation checkpointing on.
+
+    Read from the class: wrappers such as PEFT's or ``torch.compile``'s hand any attribute on to the model inside,
+    so an instance of theirs has the method too, but what is set on the wrapper reaches no layer.
+    """
+
+    def checkpoints(module: nn.Module) -> bool:
+        model_class = type(module)
+        return callable(getattr(model_class, SET_CHECKPOINTING, None)) and getattr(
+            model_class, "supports_gradient_checkpointing", False
+        )
+
+    return outermost(model, checkpoints)
 
 
 def split_frozen(models: Named) -> tuple[Named, Named]:

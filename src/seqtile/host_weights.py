@@ -13,18 +13,18 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from seqtile._compat import after_backward, backward_pass, tree_iter, version_of
-from seqtile._effects import Watched, split_frozen
+from seqtile._effects import Watched, find_checkpointed, split_frozen
 from seqtile._errors import UserError
 from seqtile._log import first_rank_logger
+from seqtile._technique import Technique, TechniqueResult
 from seqtile.checkpointing.host_offload import is_dense
-from seqtile.checkpointing.policies import find_checkpointed
 from seqtile.counting.fake import PLAIN
 from seqtile.devices import accelerator, available_host_bytes
 from seqtile.recognise.decoder_layers import decoder_layers
@@ -519,46 +519,54 @@ def _check_host(needed: int, freed: int) -> None:
         )
 
 
-def check_host_weights(model: nn.Module) -> None:
-    """Refuse a model that cannot keep weights on the host, before anything is changed.
-
-    Raises:
-        UserError: several processes, or no model of transformers with decoder layers.
-    """
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise UserError(
-            "offload='weights' is for one process: each would pin the weights once more; use fsdp2 or zero3 and their "
-            "own offload"
-        )
-    if not find_checkpointed(model):
-        raise UserError(f"{type(model).__name__} holds no model of transformers; leave 'weights' out of offload")
-
-
-def install_host_weights(model: nn.Module) -> str:
-    """Move the frozen weights of the decoder layers to the host, unless they are there; returns what was done."""
-    phrases, moved = [], list[HostWeights]()
-    try:
-        for _, module in split_frozen(find_checkpointed(model))[0]:
-            standing = module.__dict__.get(_MARK)
-            if standing is None or standing.stream is None:  # a copy of such a model has the mark, and its own weights
-                remove_host_weights(module)
-                standing = HostWeights(module)
-                standing.install()
-                moved.append(standing)
-            phrases.append(standing.describe())
-    except BaseException:
-        for standing in moved:
-            standing.remove()
-        raise
-    return "; ".join(phrases)
-
-
 def standing_host_weights(model: nn.Module) -> list[HostWeights]:
-    """What :func:`install_host_weights` put on the modules of ``model``."""
+    """What waits on the host for the models in ``model``."""
     return [module.__dict__[_MARK] for module in model.modules() if _MARK in module.__dict__]
 
 
-def remove_host_weights(model: nn.Module) -> None:
-    """Put the weights back where the rest of the model is."""
-    for standing in standing_host_weights(model):
-        standing.remove()
+class HostWeightsTechnique(Technique):
+    """``offload="weights"``. Weights that wait on the host already stay there: the device may lack room for all."""
+
+    name = "weights"
+
+    def check(self) -> None:
+        """Refuse a model that cannot keep weights on the host.
+
+        Raises:
+            UserError: several processes, or no model of transformers with decoder layers.
+        """
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise UserError(
+                "offload='weights' is for one process: each would pin the weights once more; use fsdp2 or zero3 and "
+                "their own offload"
+            )
+        if not find_checkpointed(self.model):
+            raise UserError(
+                f"{type(self.model).__name__} holds no model of transformers; leave 'weights' out of offload"
+            )
+
+    def install(self, inside: Collection[str]) -> TechniqueResult:
+        """Move the frozen weights of the decoder layers to the host, unless they are there."""
+        phrases, moved = [], list[HostWeights]()
+        try:
+            for _, module in split_frozen(find_checkpointed(self.model))[0]:
+                standing = module.__dict__.get(_MARK)
+                if standing is None or standing.stream is None:  # a copy of such a model has the mark, and its weights
+                    self.remove(module)
+                    standing = HostWeights(module)
+                    standing.install()
+                    moved.append(standing)
+                phrases.append(standing.describe())
+        except BaseException:
+            for standing in moved:
+                standing.remove()
+            raise
+        return TechniqueResult("; ".join(phrases))
+
+    @classmethod
+    def standing(cls, model: nn.Module) -> list[HostWeights]:
+        return standing_host_weights(model)
+
+    @classmethod
+    def notes(cls, model: nn.Module) -> list[str]:
+        return [note for weights in standing_host_weights(model) for note in weights.notes()]

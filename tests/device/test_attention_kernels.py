@@ -73,5 +73,5 @@ def test_a_pass_per_head(backend: SDPBackend | None, groups: int, how: dict[str,
             raise
         tiled = bf16_model(groups, checkpoints=bool(how))
         report = seqtile.apply(tiled, blocks="none", heads=1, **how)
-        assert "in 2 of 2" in report.heads, report
+        assert "in 2 of 2" in report.done["heads"], report
         assert_as_exact_in_bf16(with_loss(gradients(tiled, batch)), expected, truth)

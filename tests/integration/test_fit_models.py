@@ -103,7 +103,7 @@ def test_a_real_size_is_fitted_and_planned(
         8 * model.num_parameters(),
     )  # bf16: weights, gradients, Adam's two
     report = seqtile.fit(model, max_length=2048, device=f"{2 * bytes_to_train >> 30}GiB")
-    assert report.tiled >= layers and report.loss
+    assert report.tiled >= layers and report.done["loss"]
     config.dtype, config.architectures = torch.bfloat16, [type(model).__name__]
     config.save_pretrained(tmp_path)
     given = ("--device", "h200", "--gpus", "256", "--nodes", "32", "--engine", "fsdp2", "--max-length", "2048")
@@ -134,7 +134,7 @@ def test_another_model_is_refused_by_what_it_is(model: Any, word: str) -> None:
 
 def test_a_loss_of_none_stays() -> None:
     report = seqtile.fit(causal_lm("llama"), max_length=64, device="16GiB", loss=None)
-    assert not report.loss and "loss_tile" not in dict(report.settings)
+    assert "loss" not in report.done and "loss_tile" not in dict(report.settings)
     assert seqtile.fit(causal_lm("llama"), max_length=64, device="16GiB").loss
 
 

@@ -91,7 +91,7 @@ def test_every_technique_at_once(family: str) -> None:
         model.train(), state=TILE, loss="tiled", loss_tile=7, offload=True, checkpoint="attention-saved",
         **blocks, **heads,
     )  # fmt: skip
-    assert report.state.count("of") and not [block for block in report.left if "state" in block.why]
+    assert report.done["state"].count("of") and not [block for block in report.left if "state" in block.why]
     assert error(gradients(model), expected) < 1e-4
     assert seqtile.undo(model) is not None
     assert not any("forward" in vars(module) for module in model.modules())
@@ -109,7 +109,7 @@ def test_a_layer_that_is_not_proven_stays_whole_and_is_named(family: str) -> Non
     model = model_of(family)
     expected = gradients(model)
     report = seqtile.apply(model, **SETTINGS)
-    assert ": 0 of " in report.state
+    assert ": 0 of " in report.done["state"]
     [why] = [block.why for block in report.left if block.name == carrier_of(model).mixer]
     assert REASONS[family] in why
     got = gradients(model)
@@ -130,7 +130,7 @@ def test_a_kernel_that_ignores_the_states_gradient_is_caught(monkeypatch: pytest
     for broken in (ignoring, dropping):
         monkeypatch.setattr(qwen, "torch_chunk_gated_delta_rule", broken)
         report = seqtile.apply(model_of("qwen3_5_text"), **SETTINGS)
-        assert ": 0 of 1" in report.state
+        assert ": 0 of 1" in report.done["state"]
         assert "the recurrent state or its gradient is not passed on" in report.left[0].why
 
 
@@ -221,7 +221,7 @@ def test_lora(family: str) -> None:
         model = get_peft_model(model_of(family), config)
         if tiled:
             report = seqtile.apply(model, **SETTINGS)
-            assert ": 1 of 1" in report.state
+            assert ": 1 of 1" in report.done["state"]
         return model.eval()  # dropout draws other masks per tile
 
     expected = gradients(adapted(False))

@@ -412,7 +412,7 @@ def test_a_dataset_of_the_hub_is_asked_for_by_id_and_split(monkeypatch: pytest.M
 def test_every_layers_block_is_found_at_the_peak_of_its_backward(blocks: str):
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from seqtile.counting import count_live_bytes
+    from seqtile.counting.live import count_live_bytes
     from seqtile.planner.phases import label_phases, run_step
 
     # Of three layers whose MLP is 64 times as wide as the rest, nothing but the MLPs can hold much.

@@ -25,7 +25,8 @@ from seqtile.blocks.layer import TiledLayer
 from seqtile.blocks.norms_and_projections import KernelNorm
 from seqtile.checkpointing.host_offload import HostMemory
 from seqtile.chunks.segment import ChunkForward
-from seqtile.counting import count_live_bytes, count_products
+from seqtile.counting.live import count_live_bytes
+from seqtile.counting.products import count_products
 from seqtile.ops.attention import piece_kernels, prefix
 from seqtile.ops.attention.piece_kernels import Piece, Plain
 from seqtile.ops.attention.prefix import GivenMask, KeyValues, Visible, prefix_attention

@@ -22,7 +22,8 @@ import zoo
 from numerics._blocks import HIDDEN, random, shards
 from numerics._compiled import BACKENDS, compiling, graphs
 from numerics._fused import Fused, GatedMLP, GateUpMLP, PlainMLP, assert_fused_is_untiled
-from seqtile.counting import count_live_bytes, count_products
+from seqtile.counting.live import count_live_bytes
+from seqtile.counting.products import count_products
 from seqtile.ops import kernels as kernels_module
 from seqtile.ops import mlp_tile, pointwise
 from seqtile.verification import verify

@@ -22,7 +22,7 @@ from numerics._blocks import HIDDEN, Tiled, assert_same, check_gradcheck, gradie
 from numerics._errors import Autocast, assert_as_good
 from numerics._fused import ALL, Between, Fused, GatedMLP, GateUpMLP, PlainMLP, make
 from numerics._layers import HOW, Layer
-from seqtile.counting import count_products
+from seqtile.counting.products import count_products
 
 pytestmark = pytest.mark.device
 

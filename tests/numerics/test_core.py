@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from numerics._blocks import assert_same, cut, gradients, random
 from numerics._errors import assert_all_no_worse, in_float64
 from numerics._fused import Fused, GatedMLP
-from seqtile.counting import count_products
+from seqtile.counting.products import count_products
 
 FILE = Path(__file__).parents[2] / "docs" / "core.py"
 pytestmark = pytest.mark.skipif(not FILE.exists(), reason="no pages here: the tests run from an installed package")

@@ -503,7 +503,7 @@ def test_several_models() -> None:
     both = Distilled(small())
     settings: dict[str, Any] = dict(blocks="none", loss="tiled", offload=True)
     report = seqtile.apply(both, **settings)
-    assert "teacher not changed" in report.loss and "teacher not changed" in report.checkpointing
+    assert "teacher not changed" in report.done["loss"] and "teacher not changed" in report.done["checkpoint"]
     assert not both.teacher.is_gradient_checkpointing and both.policy.is_gradient_checkpointing
     seqtile.undo(both)
     both.policy.requires_grad_(False)
@@ -550,7 +550,7 @@ def test_a_state_that_cannot_be_tiled(caplog: pytest.LogCaptureFixture) -> None:
     mixer.__class__, model.model.layers[0].__class__ = Renamed, Layer
     warned = said(caplog)
     report = seqtile.apply(model, blocks="none", state=8)
-    assert ": 0 of 1" in report.state and "accepts no cache" in str(report)
+    assert ": 0 of 1" in report.done["state"] and "accepts no cache" in str(report)
     assert [one for one in warned() if "0 of 1" in one]
 
 

@@ -20,7 +20,8 @@ from torch.utils.checkpoint import checkpoint
 from numerics._blocks import random, shards
 from numerics._fused import Between, Fused, GatedMLP, GateUpMLP, PlainMLP, weights_of
 from numerics._layers import HOW, Layer
-from seqtile.counting import LiveBytes, Products, count_live_bytes, count_products
+from seqtile.counting.live import LiveBytes, count_live_bytes
+from seqtile.counting.products import Products, count_products
 from seqtile.ops import linear, mlp
 from seqtile.ops.grad_accumulator import Sum
 from seqtile.ops.linear import Adapter

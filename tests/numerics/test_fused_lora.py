@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from numerics._blocks import assert_same, check_gradcheck, gradients, random, shards
 from numerics._errors import Autocast, assert_as_good
 from numerics._fused import COARSE, Fused, GatedMLP, GateUpMLP, PlainMLP, low_precision_sums, weights_of
-from seqtile.counting import count_products
+from seqtile.counting.products import count_products
 from seqtile.ops import linear
 from seqtile.ops.grad_accumulator import as_on_an_accelerator
 from seqtile.ops.linear import Layer

@@ -19,7 +19,7 @@ import seqtile
 from numerics._blocks import assert_same, gradients, random
 from numerics._fused import Conv1D, Fused, GatedMLP, GateUpMLP, PlainMLP, fused_weights
 from seqtile.blocks import instance
-from seqtile.counting import count_products
+from seqtile.counting.products import count_products
 from seqtile.ops.linear import Packed, Projection
 from seqtile.ops.mlp import fused_mlp
 from seqtile.recognise import formula, proof

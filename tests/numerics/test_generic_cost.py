@@ -14,7 +14,7 @@ from numerics import test_contract as contract
 from numerics._blocks import Gated, Tiled, block, random, shards
 from numerics._layers import HOW, Layer
 from numerics.test_contract import GATED, D, N, units
-from seqtile.counting import count_live_bytes
+from seqtile.counting.live import count_live_bytes
 from seqtile.ops import tile_checkpoint
 
 HIDDEN, INTERMEDIATE = 16, 40

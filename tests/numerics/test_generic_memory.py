@@ -12,7 +12,7 @@ from numerics._births import births
 from numerics._blocks import Tiled, block, random
 from numerics._layers import HOW, Layer
 from numerics._mutants import inputs_kept
-from seqtile.counting import LiveBytes, count_live_bytes
+from seqtile.counting.live import LiveBytes, count_live_bytes
 from seqtile.ops.token_tiles import Outputs
 
 HIDDEN, INTERMEDIATE, TILE = 32, 80, 16

@@ -14,8 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 from numerics._births import births
 from numerics._heads import IGNORE, TILED, inputs, twin
-from seqtile.counting import count_live_bytes, count_products
 from seqtile.counting.fake import fake_tensors
+from seqtile.counting.live import count_live_bytes
+from seqtile.counting.products import count_products
 from seqtile.ops.lm_loss import row_kernels
 from seqtile.ops.lm_loss.token_logprobs import token_logprobs
 

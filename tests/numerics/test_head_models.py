@@ -35,7 +35,7 @@ TIED = pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:U
 
 def loss_only(model: nn.Module, tile: int | str = 5) -> nn.Module:
     report = seqtile.apply(model, blocks="none", loss="tiled", loss_tile=tile)
-    assert report.loss.startswith("loss of ") and report.tiled == 0 and "loss of" in str(report)
+    assert report.done["loss"].startswith("loss of ") and report.tiled == 0 and "loss of" in str(report)
     return model
 
 

@@ -187,7 +187,7 @@ def test_models_with_accelerates_hooks_are_tiled(order: str, adapters: bool) -> 
 def test_rows_of_models_with_accelerates_hooks_are_tiled() -> None:
     tiled = dispatched(causal_lm("llama", torch.float64))
     report = seqtile.apply(tiled, tile=5, blocks="mlp+norm+projections")
-    assert "norms and 8 projections" in report.rows
+    assert "norms and 8 projections" in report.done["blocks"]
     assert_same_gradients(gradients(tiled), gradients(causal_lm("llama", torch.float64)))
 
 

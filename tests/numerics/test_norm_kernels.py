@@ -21,7 +21,7 @@ from numerics._compiled import BACKENDS, compiling, graphs
 from numerics._errors import assert_no_worse, in_float64
 from numerics._fused import GatedMLP
 from seqtile.blocks.norms_and_projections import TiledRows
-from seqtile.counting import count_live_bytes
+from seqtile.counting.live import count_live_bytes
 from seqtile.ops import kernels as kernels_module
 from seqtile.ops import norm as norms
 from seqtile.ops.fused_norm import fused_norm

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoConfig
 
-from seqtile.counting import count_products
+from seqtile.counting.products import count_products
 from seqtile.options import TilingOptions, changed, offload_of
 from seqtile.planner.accelerators import Device
 from seqtile.planner.explain import next_step

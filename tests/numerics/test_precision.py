@@ -12,7 +12,7 @@ from numerics._blocks import Tiled, block, gradients, random, shards
 from numerics._errors import Autocast, assert_as_good
 from numerics._fused import Fused, GatedMLP
 from numerics.test_contract import check_low_precision
-from seqtile.counting import count_live_bytes
+from seqtile.counting.live import count_live_bytes
 from seqtile.ops import grad_accumulator
 from seqtile.ops.grad_accumulator import Sum, products_sum_in_fp32
 

@@ -135,7 +135,7 @@ def test_a_kernel_of_its_signature_hands_the_state_on(
     monkeypatch.setattr(module, name, counted)
     model = model_of(family + "_text" * (family == "qwen3_5"), dtype)
     report = seqtile.apply(model, blocks="none", state=16)
-    assert re.match(r"layers with a state in tiles of 16 tokens: (\d) of \1 ", report.state), report.left
+    assert re.match(r"layers with a state in tiles of 16 tokens: (\d) of \1 ", report.done["state"]), report.left
     seqtile.undo(model)
     layer = model.get_submodule(carrier_of(model).whole)
     words = {"position_embeddings": None}
@@ -191,7 +191,7 @@ def test_a_scan_that_ignores_the_gradient_of_its_last_state_is_refused(
     monkeypatch.setattr(CarriedState, "get_recurrent_state", get)
     model = model_of("mamba")
     report = seqtile.apply(model, blocks="none", state=16)
-    assert (": 0 of " not in report.state) == differentiates, report.left
+    assert (": 0 of " not in report.done["state"]) == differentiates, report.left
     if differentiates:
         return
     assert all("the recurrent state or its gradient is not passed on" in one.why for one in report.left)

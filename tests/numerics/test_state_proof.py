@@ -127,7 +127,7 @@ def test_a_layer_that_loses_a_state_stays_whole() -> None:
     carrier = carrier_of(model)
     lose(model.get_submodule(carrier.mixer), "recurrent", "dropped")
     report = seqtile.apply(model, blocks="none", state=16)
-    assert ": 0 of 1" in report.state
+    assert ": 0 of 1" in report.done["state"]
     [left] = [one for one in report.left if one.name == carrier.mixer]
     assert left.why == "the recurrent state or its gradient is not passed on"
 
@@ -135,7 +135,7 @@ def test_a_layer_that_loses_a_state_stays_whole() -> None:
 def test_a_trial_that_fails_at_the_first_call_reaches_the_report() -> None:
     model = model_of("bamba").train()
     report = seqtile.apply(model, blocks="none", state=16)
-    assert ": 1 of 1" in report.state and not report.notes
+    assert ": 1 of 1" in report.done["state"] and not report.notes
     carrier = carrier_of(model)
     lose(model.get_submodule(carrier.mixer), "recurrent", "dropped")  # after the trial; autocast asks for another one
     ids = torch.arange(5, 45)[None]
@@ -158,7 +158,7 @@ def test_the_report_says_why_a_mixer_alone_runs_in_tiles() -> None:
     Mixing.__name__ = own.__name__
     layer.__class__ = Mixing
     report = seqtile.apply(model, blocks="none", state=16)
-    assert "1 of 1 (1 of Mamba-2, the mixers alone)" in report.state
+    assert "1 of 1 (1 of Mamba-2, the mixers alone)" in report.done["state"]
     [left] = report.left
     assert left.name == carrier_of(model).layer and left.why.startswith("only its mixer runs in tiles: after three")
 

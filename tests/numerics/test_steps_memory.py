@@ -8,7 +8,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import seqtile
-from seqtile.counting import count_live_bytes
+from seqtile.counting.live import count_live_bytes
 
 WARM = 5
 

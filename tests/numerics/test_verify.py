@@ -16,7 +16,8 @@ from transformers import CONFIG_MAPPING
 
 import seqtile
 import zoo
-from seqtile.counting import count_live_bytes, count_products
+from seqtile.counting.live import count_live_bytes
+from seqtile.counting.products import count_products
 from seqtile.ops import tile_checkpoint
 from seqtile.ops.rng import RandomState
 from seqtile.verification import Difference, VerifyResult, compare, judge, plain_autograd, verify

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from numerics._blocks import Tiled, gradients, random, shards
 from numerics._errors import assert_no_worse, in_float64
 from numerics._fused import Between, Fused, GatedMLP, GateUpMLP, PlainMLP
-from seqtile.counting import count_products
+from seqtile.counting.products import count_products
 from seqtile.ops import normed_linears
 from seqtile.ops.grad_accumulator import Sum, as_on_an_accelerator, products_sum_in_fp32
 from seqtile.ops.tile_linear import SumsOfLinears

@@ -16,7 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from seqtile import _compat
-from seqtile.counting import Product, count_live_bytes, count_products
+from seqtile.counting.live import count_live_bytes
+from seqtile.counting.products import Product, count_products
 
 TOKENS, HIDDEN, INTERMEDIATE = 24, 16, 40
 UNIT = 2 * TOKENS * HIDDEN * INTERMEDIATE

@@ -18,6 +18,7 @@ import pytest
 
 import seqtile
 from seqtile._compat import OVERRIDDEN as OVERRIDDEN_METHODS
+from seqtile.install import techniques
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "seqtile"
@@ -29,7 +30,7 @@ ORDER = """
     _effects
     tiling
     options
-    rules
+    rules _technique
     ops
     engines checkpointing
     recognise
@@ -286,7 +287,7 @@ assert seqtile.verify(model, batch, tile=16)
 seqtile.TilingCallback(tile=16)
 report = seqtile.apply(model, tile=16, loss="tiled", heads=1, offload=True)
 model(**batch).loss.backward()
-assert report.tiled == 2 and report.heads and report.loss
+assert report.tiled == 2 and report.done["heads"] and report.done["loss"]
 assert seqtile.tile_module(torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU()), tile=16)
 """
 
@@ -294,6 +295,23 @@ assert seqtile.tile_module(torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.
 def test_the_library_needs_torch_and_transformers_alone() -> None:
     assert loaded(WITHOUT + LIBRARY, EXTRAS - {"yaml"}) == set()
     assert loaded(LIBRARY, {"typer", "pydantic"}) == set()
+
+
+TILES_ALONE = """
+import torch, seqtile
+from transformers import LlamaConfig, LlamaForCausalLM
+
+sizes = dict(hidden_size=32, intermediate_size=72, num_hidden_layers=2, num_attention_heads=2, vocab_size=64)
+model, ids = LlamaForCausalLM(LlamaConfig(**sizes)).train(), torch.arange(64)[None]
+seqtile.apply(model, tile=16)
+model(input_ids=ids, labels=ids).loss.backward()
+assert seqtile.undo(model) == 2
+"""
+
+
+def test_a_technique_is_imported_where_it_is_asked_for() -> None:
+    others = [entry.mark for entry in techniques._ENTRIES if not entry.mark.startswith("blocks.")]
+    assert others and loaded(TILES_ALONE, {f"seqtile.{mark}" for mark in others}) == set()
 
 
 def test_the_command_of_a_plain_install_is_one_sentence() -> None:

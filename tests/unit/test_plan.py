@@ -23,7 +23,7 @@ import zoo
 from seqtile._errors import UserError
 from seqtile.cli import console, main
 from seqtile.cli.plan_command import parse_adapters
-from seqtile.counting import count_products
+from seqtile.counting.products import count_products
 from seqtile.host_weights import standing_host_weights
 from seqtile.models import configs
 from seqtile.models.configs import NAMED, is_masked_lm, read_config
@@ -41,7 +41,7 @@ from seqtile.planner.phases import Phase
 from seqtile.planner.request import Request
 from seqtile.planner.sharding_terms import CONSTANTS, ZERO_BUCKET, frozen_bytes, on_device, on_host
 from seqtile.planner.step_config import OPTIMIZERS, PLANNED, Lora, Setup, make_optimizer
-from seqtile.planner.techniques import MINIMAL_MEMORY, Technique
+from seqtile.planner.techniques import MINIMAL_MEMORY, Dial
 from seqtile.recognise.candidates import layer_steps
 from seqtile.recognise.trace import in_a_thread
 from seqtile.train.fit import request_of as planned_again
@@ -578,7 +578,7 @@ def test_frozen_weights_on_the_host_are_those_of_the_layers(folder: Path, qlora:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     report = seqtile.apply(model, blocks="none", offload="weights")
     (standing,) = standing_host_weights(model)
-    assert standing.stream is not None and report.checkpointing.startswith("weights of")
+    assert standing.stream is not None and report.done["weights"].startswith("weights of")
     moved = size / 2 * standing.host_bytes
     layer = size / 2 * sum(weight.nbytes for weight in standing.stream.layers[0].weights)
     estimates = [planner.estimate(16384) for planner in (here, there)]
@@ -646,8 +646,8 @@ def test_the_next_step_reaches_what_was_asked(
         def __init__(self, request: Any, **_: Any) -> None:
             self.longest = lambda furthest: (lengths[request.model], "")
 
-    def named(name: str) -> Technique:
-        return Technique(name, {"model": name}, "", f"--{name}")
+    def named(name: str) -> Dial:
+        return Dial(name, {"model": name}, "", f"--{name}")
 
     monkeypatch.setattr(explain_module, "Planner", Reaching)
     monkeypatch.setattr(explain_module, "proposals", lambda _: [named("cheap"), named("dear")])

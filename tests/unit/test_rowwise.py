@@ -43,7 +43,11 @@ def test_gradients_are_those_of_the_untiled_model() -> None:
     exact.zero_grad()
     exact(input_ids=ids, labels=ids).loss.backward()
     report = seqtile.apply(model, tile=16, blocks="mlp+norm+projections")
-    assert report.rows == "3 norms and 8 projections" and report.rows in str(report) and report.tiled == 2
+    assert (
+        report.done["blocks"] == "3 norms and 8 projections tiled separately"
+        and report.done["blocks"] in str(report)
+        and report.tiled == 2
+    )
     assert not any(name.endswith(("q_norm", "k_norm", "post_attention_layernorm")) for name in in_tiles(model))
     model(input_ids=ids, labels=ids).loss.backward()
     true = dict(exact.named_parameters())

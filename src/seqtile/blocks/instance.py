@@ -29,6 +29,7 @@ from seqtile._compat import (
 )
 from seqtile._log import first_rank_logger
 from seqtile._stand_in import ForwardStandIn
+from seqtile._technique import Technique
 from seqtile.blocks.call_arguments import Places, by_position
 from seqtile.engines.flat import ParameterSwap, call_with_weights, named_weights
 from seqtile.engines.granularity import refuse_gathering_inside
@@ -242,6 +243,12 @@ class Installed(ForwardStandIn):
         "under torch.compile, tiled blocks use PyTorch's checkpoint per tile instead of the fused operator"
     )
     """For the report."""
+
+    technique = "blocks"
+    """Name of the technique that it belongs to."""
+
+    rotary_kernels = 0
+    """Rotary embeddings that it runs by a kernel where the device has one."""
 
     owner = "apply"
     """Which call put it there: another :func:`seqtile.apply` leaves ``"tile_module"``'s."""
@@ -531,6 +538,45 @@ def installed_forwards(model: nn.Module) -> list[Installed]:
                 installed.append(forward)
                 forward = forward.before.get("forward")
     return installed
+
+
+def rotary_by_kernel(model: nn.Module) -> int:
+    """Count the rotary embeddings that run by a kernel where the device has one."""
+    forwards = [module.__dict__.get("forward") for module in model.modules()]
+    return sum(forward.rotary_kernels for forward in forwards if isinstance(forward, Installed))
+
+
+class ForwardsTechnique(Technique):
+    """A technique that replaces forwards, of blocks or of layers."""
+
+    on_forwards = True
+
+    @classmethod
+    def standing(cls, model: nn.Module) -> list[Any]:
+        return [
+            forward for forward in installed_forwards(model)
+            if forward.technique == cls.name and forward.owner == "apply"
+        ]  # fmt: skip
+
+
+NO_EFFECT = "had no effect in the first training step"
+
+
+def idle_sentences(option: str, forwards: Sequence[Installed], *, decides: bool) -> list[str]:
+    """One sentence if none of ``forwards`` ran in parts.
+
+    Args:
+        option: what was asked for, as it was written.
+        forwards: those that it changed.
+        decides: whether the option leaves it to the length whether they run in parts.
+    """
+    if any(forward.acted for forward in forwards):
+        return []
+    if reasons := dict.fromkeys(forward.idle_reason for forward in forwards if forward.idle_reason):
+        return [f"{option} {NO_EFFECT}: {'; '.join(reasons)}"]
+    if not any(forward.called for forward in forwards):
+        return [f"{option} {NO_EFFECT}: no forward that it changed was called"]
+    return [] if decides else [f"{option} {NO_EFFECT}: the batch fits in one part"]
 
 
 def refusals(model: nn.Module) -> list[str]:

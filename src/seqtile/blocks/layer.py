@@ -264,6 +264,11 @@ class TiledLayer(Installed):
 
     left_out_compiled = "under torch.compile, norms and dropouts beside a tiled block run untiled"
 
+    @property
+    def rotary_kernels(self) -> int:  # type: ignore[override]
+        rotates = self.attention is None and self.setting.path != "generic"
+        return len(rotating_children(self.module)) if rotates else 0
+
     def note(self) -> str:
         return f"tile={self.setting.rule} over {', '.join(self.names)}"
 

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from seqtile._compat import children_of, in_forward_mode, transform_level
+from seqtile._technique import Left
 from seqtile.blocks.instance import Setting, TiledForward, inside_a_tile, mode_of
 from seqtile.blocks.layer import TiledLayer
 from seqtile.counting.fake import PLAIN
@@ -23,7 +24,7 @@ from seqtile.engines.zero3 import is_registered, mark_leaf, whole_shape
 from seqtile.ops.fused_norm import fused_norm
 from seqtile.ops.norm import BY_DEVICE, NORM_KERNELS
 from seqtile.ops.rng import RowWise
-from seqtile.recognise.candidates import Candidate, Left, Trusted, expected_mode, is_per_row
+from seqtile.recognise.candidates import Candidate, Trusted, expected_mode, is_per_row
 from seqtile.recognise.chain import Chain
 from seqtile.recognise.decoder_layers import decoder_layers, looks_like_attention
 from seqtile.recognise.known_kernels import own_forward

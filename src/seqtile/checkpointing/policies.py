@@ -26,7 +26,7 @@ from seqtile._compat import (
     attention_kind,
     cached_prompt,
 )
-from seqtile._effects import Named, Watched, outermost, split_frozen, which
+from seqtile._effects import Watched, find_checkpointed, split_frozen, which
 from seqtile._errors import UserError
 from seqtile.checkpointing.host_offload import HostMemory
 from seqtile.checkpointing.keep_attention import AttentionSaved, kept_per_token
@@ -34,22 +34,6 @@ from seqtile.ops.attention.backends import FLEX, attention_sentences, has_long_m
 from seqtile.ops.attention.kernel_calls import names_of_kernels
 
 _POLICY_MARK = "_seqtile_checkpointing"
-
-
-def find_checkpointed(model: nn.Module) -> Named:
-    """(name, module) of the outermost models in ``model`` whose own class switches activation checkpointing on.
-
-    Read from the class: wrappers such as PEFT's or ``torch.compile``'s hand any attribute on to the model inside,
-    so an instance of theirs has the method too, but what is set on the wrapper reaches no layer.
-    """
-
-    def checkpoints(module: nn.Module) -> bool:
-        model_class = type(module)
-        return callable(getattr(model_class, SET_CHECKPOINTING, None)) and getattr(
-            model_class, "supports_gradient_checkpointing", False
-        )
-
-    return outermost(model, checkpoints)
 
 
 def check_checkpointing(model: nn.Module, policy: str | None, offload: bool | int) -> None:
@@ -116,12 +100,6 @@ def install_checkpointing(model: nn.Module, policy: str | None, offload: bool | 
 def standing_checkpointing(model: nn.Module) -> list[Checkpointing]:
     """The policies that :func:`install_checkpointing` installed in ``model``."""
     return [module.__dict__[_POLICY_MARK] for module in model.modules() if _POLICY_MARK in module.__dict__]
-
-
-def remove_checkpointing(model: nn.Module) -> None:
-    """Restore the checkpoint functions, and switch checkpointing off again if it was off."""
-    for policy in standing_checkpointing(model):
-        policy.remove()
 
 
 class Checkpointing(Watched):

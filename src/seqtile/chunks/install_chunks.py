@@ -2,31 +2,65 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
 from torch import nn
 
 from seqtile._errors import UserError
+from seqtile._technique import Left, TechniqueResult
+from seqtile.blocks.instance import NO_EFFECT, ForwardsTechnique, idle_sentences
 from seqtile.blocks.layer import TiledLayer
 from seqtile.chunks.chunk_proof import ChunkProofs
 from seqtile.chunks.segment import AllComputed, ChunkForward, ChunkSetting, Segment
 from seqtile.engines.zero3 import mark_leaf
-from seqtile.recognise.candidates import Left
+from seqtile.options import TilingOptions
 from seqtile.recognise.decoder_layers import DecoderLayer, decoder_layers
 
 
-def install_chunks(model: nn.Module, chunk: int | str | None, segment: int) -> tuple[str, list[Left]]:
-    """Run the decoder layers of ``model`` in chunks of tokens, ``segment`` layers at a time.
+class ChunksTechnique(ForwardsTechnique):
+    """``chunk`` and ``segment``: the decoder layers run on one chunk of the sequence after another."""
 
-    Returns:
-        A description, and the layers that are left whole.
+    name = "chunk"
 
-    Raises:
-        UserError: the model has no decoder layer.
-    """
-    if chunk is None:
-        return "", []
+    def check(self) -> None:
+        """Refuse a model without decoder layers.
+
+        Raises:
+            UserError: there are none.
+        """
+        if not decoder_layers(self.model):
+            raise UserError(
+                f"chunk={self.options.chunk!r}: {type(self.model).__name__} has no decoder layers; drop chunk"
+            )
+
+    def install(self, inside: Collection[str]) -> TechniqueResult:
+        return _install_chunks(self.model, self.options.chunk or "auto", self.options.segment)
+
+    @classmethod
+    def with_standing(cls, model: nn.Module, options: TilingOptions) -> TilingOptions:
+        if options.chunk is not None:
+            return options
+        setting = cls.standing(model)[0].chunk
+        return replace(options, chunk=setting.tokens, segment=setting.segment)
+
+    @classmethod
+    def without_effect(cls, forwards: Sequence[ChunkForward]) -> list[str]:
+        tokens = forwards[0].chunk.tokens
+        return idle_sentences(f"chunk={tokens}", forwards, decides=tokens == "auto") or _idle_segment(forwards)
+
+
+def _idle_segment(forwards: Sequence[ChunkForward]) -> list[str]:
+    """A sentence if no layers shared their chunks although ``segment`` asks for it."""
+    reasons = dict.fromkeys(forward.alone_reason for forward in forwards if forward.alone_reason)
+    segment = forwards[0].chunk.segment
+    if segment == 1 or not reasons or any(forward.together for forward in forwards):
+        return []
+    return [f"segment={segment} {NO_EFFECT}: {'; '.join(reasons)}"]
+
+
+def _install_chunks(model: nn.Module, chunk: int | str, segment: int) -> TechniqueResult:
     layers = decoder_layers(model)
-    if not layers:
-        raise UserError(f"chunk={chunk!r}: {type(model).__name__} has no decoder layers; drop chunk")
     left, lists = list[Left](), dict[str, list[DecoderLayer]]()
     for layer in layers:
         forward = model.get_submodule(layer.name).__dict__.get("forward")
@@ -51,7 +85,7 @@ def install_chunks(model: nn.Module, chunk: int | str | None, segment: int) -> t
     size = "about 8,192" if chunk == "auto" else f"{chunk:,}"
     of_layers = f", {segment} layers at a time" if segment > 1 else ""
     done = len(layers) - len(left)
-    return (
+    return TechniqueResult(
         f"decoder layers in chunks of {size} tokens{of_layers}: {done} of {len(layers)}, verified at their first call",
         left,
     )

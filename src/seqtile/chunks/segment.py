@@ -113,6 +113,8 @@ class ChunkForward(Installed):
         alone_reason: why its last call could not, or "".
     """
 
+    technique = "chunk"
+
     left_out_compiled = "chunk is ignored under torch.compile: compiled layers run whole"
 
     def __init__(self, layer: nn.Module, setting: ChunkSetting, segment: Segment, proofs: ChunkProofs) -> None:

@@ -131,10 +131,10 @@ def _run_feature(name: str, options: dict[str, Any], model: Any, ids: Tensor) ->
         "compiled block": "a tiled MLP inside torch.compile"
         if any(forward.compiled for forward in installed_forwards(model))
         else "",
-        "head-wise attention": "a pass per head" if report.heads else "",
-        "tiled loss": "a loss in tiles" if report.loss else "",
+        "head-wise attention": "a pass per head" if report.done.get("heads") else "",
+        "tiled loss": "a loss in tiles" if report.done.get("loss") else "",
         "layers with a state": f"{LAYERS} layers in tiles of 64 tokens"
-        if report.state and not (report.left or refusals(model))
+        if report.done.get("state") and not (report.left or refusals(model))
         else "",
     }.get(name, f"{report.tiled} MLPs in tiles of 64 tokens" if report.tiled == LAYERS else "")
     if not effect:

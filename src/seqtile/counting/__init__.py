@@ -12,17 +12,3 @@ backward and in the recomputes of an activation checkpoint, and change nothing. 
 Tensor subclasses that wrap other tensors (DTensor, quantised weights) are counted by the operators on the
 tensors inside them, so what is counted is what this rank computes and holds.
 """
-
-from seqtile.counting.live import LiveBytes, LiveSample, LiveTensor, PhaseBytes, count_live_bytes
-from seqtile.counting.products import Product, Products, count_products
-
-__all__ = [
-    "LiveBytes",
-    "LiveTensor",
-    "PhaseBytes",
-    "Product",
-    "Products",
-    "LiveSample",
-    "count_live_bytes",
-    "count_products",
-]

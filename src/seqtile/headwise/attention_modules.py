@@ -28,12 +28,13 @@ from seqtile._compat import (
     parameters_of,
 )
 from seqtile._shallow import view_of
+from seqtile._technique import Left
 from seqtile.devices import one_thread
 from seqtile.engines.flat import ParameterSwap, call_with_weights, named_weights
 from seqtile.engines.zero3 import whole_shape
 from seqtile.ops import rotary
 from seqtile.ops.attention.group_core import HeadGroup
-from seqtile.recognise.candidates import PREDICTION_HEAD, LayerTraces, Left, is_per_row
+from seqtile.recognise.candidates import PREDICTION_HEAD, LayerTraces, is_per_row
 from seqtile.recognise.decoder_layers import ATTENTION_MIXER, is_prediction_head, kind_of, looks_like_attention
 from seqtile.recognise.known_code import is_known
 from seqtile.recognise.known_functions import with_rotary, with_twins

@@ -8,8 +8,8 @@ before attention, the norm runs in the same node, so that no copy of the whole h
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import BuiltinFunctionType
 from typing import Any
 
@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from seqtile._compat import CACHE_ARGUMENTS, HOOKS_OF_ALL, attention_kind, hook_on_every_module
 from seqtile._errors import UserError
 from seqtile._log import first_rank_logger
-from seqtile.blocks.instance import Installed
-from seqtile.blocks.layer import NormedAttention, TiledLayer, rotating_children
-from seqtile.blocks.norms_and_projections import KernelNorm
+from seqtile._technique import Left, TechniqueResult
+from seqtile.blocks.instance import ForwardsTechnique, Installed, idle_sentences, installed_forwards
+from seqtile.blocks.layer import NormedAttention, TiledLayer
+from seqtile.blocks.norms_and_projections import KernelNorm, TiledRows
 from seqtile.engines.flat import ParameterSwap, call_with_weights
 from seqtile.engines.zero3 import mark_leaf
 from seqtile.engines.zero12 import reduces_as_they_arrive
@@ -37,7 +38,7 @@ from seqtile.ops.attention.group_core import Groups, HeadGroup, cut_heads, in_gr
 from seqtile.ops.attention.head_groups import HeadWeights, head_wise
 from seqtile.ops.linear import Projection
 from seqtile.ops.rng import Autocast, RowWise
-from seqtile.recognise.candidates import Left
+from seqtile.options import TilingOptions
 from seqtile.recognise.decoder_layers import states_of
 from seqtile.recognise.known_functions import twins_for, with_rotary
 from seqtile.recognise.live_weights import differ_in_dtype, projection_of, row_wise
@@ -75,7 +76,14 @@ class HeadWise(Installed):
 
     left_out_compiled = "heads is ignored under torch.compile: attention of a compiled layer runs all heads at once"
 
+    technique = "heads"
+
     takes_norm = True
+
+    @property
+    def rotary_kernels(self) -> int:  # type: ignore[override]
+        forward = type(self.module).forward
+        return int(with_rotary(forward) is not forward)
 
     def note(self) -> str:
         return f"heads={self.heads.per_pass} of {self.heads.shape.groups} per pass"
@@ -288,6 +296,8 @@ class HeadLayer(Installed):
         super().__init__(layer, setting)  # type: ignore[arg-type]
         self.near = normed
 
+    technique = "heads"
+
     def note(self) -> str:
         return f"{self.near.norm} inside {self.near.attention}" if self.near.norm else ""
 
@@ -299,26 +309,50 @@ class HeadLayer(Installed):
         return self.original(*args, **kwargs) if view is None else type(view).forward(view, *args, **kwargs)
 
 
-def rotary_by_kernel(model: nn.Module) -> int:
-    """Count the rotary embeddings that run by a kernel where the device has one: in tiled layers, and by heads."""
-    count = 0
-    for module in model.modules():
-        forward = module.__dict__.get("forward")
-        if isinstance(forward, HeadWise):
-            count += with_rotary(type(module).forward) is not type(module).forward
-        elif isinstance(forward, TiledLayer) and forward.attention is None and forward.setting.path != "generic":
-            count += len(rotating_children(module))
-    return count
+class HeadsTechnique(ForwardsTechnique):
+    """``heads``: attention of the known form runs for a group of key-value heads at a time."""
+
+    name = "heads"
+
+    def check(self) -> None:
+        self._modules, self._left = _find_for(self.model, self.options.heads or "auto")
+        norms = [f"{module.layer}.{module.norm}".strip(".") for module in self._modules if module.norm]
+        self.inside = [*(module.name for module in self._modules), *norms]
+
+    def install(self, inside: Collection[str]) -> TechniqueResult:
+        for name in self.inside:
+            for module in self.model.get_submodule(name).modules():
+                forward = module.__dict__.get("forward")
+                if type(forward) is TiledRows and forward.owner == "apply":
+                    forward.remove()
+        return TechniqueResult(
+            _install_heads(self.model, self.options.heads or "auto", self._modules, self._left), self._left
+        )
+
+    @classmethod
+    def remove(cls, model: nn.Module) -> None:
+        super().remove(model)
+        for forward in installed_forwards(model):
+            if isinstance(forward, TiledLayer):
+                forward.attention = None
+
+    @classmethod
+    def with_standing(cls, model: nn.Module, options: TilingOptions) -> TilingOptions:
+        return replace(options, heads=options.heads or cls.standing(model)[0].setting.per_pass)
+
+    @classmethod
+    def without_effect(cls, forwards: Sequence[Installed]) -> list[str]:
+        head_wise = [forward for forward in forwards if isinstance(forward, HeadWise)]
+        per_pass = head_wise[0].heads.per_pass
+        return idle_sentences(f"heads={per_pass}", head_wise, decides=per_pass == "auto")
 
 
-def find_for(model: nn.Module, heads: Heads | None) -> tuple[list[Attention], list[Left]]:
-    """Find the attention modules that :func:`install_heads` changes; none without ``heads``.
+def _find_for(model: nn.Module, heads: Heads) -> tuple[list[Attention], list[Left]]:
+    """Find the attention modules that run head-wise.
 
     Raises:
         UserError: no attention of the model is of the known form, or none has so many key-value heads.
     """
-    if heads is None:
-        return [], []
     modules, left = find_attention(model)
     if not modules:
         states = ", ".join(states_of(model))
@@ -335,14 +369,12 @@ def find_for(model: nn.Module, heads: Heads | None) -> tuple[list[Attention], li
 
 
 def runs_on_some_heads(model: nn.Module) -> bool:
-    """Whether :func:`install_heads` could change some attention of ``model``."""
+    """Whether ``heads`` could change some attention of ``model``."""
     return bool(find_attention(model)[0])
 
 
-def install_heads(model: nn.Module, heads: Heads | None, modules: Sequence[Attention], left: Sequence[Left]) -> str:
-    """Have every attention module in ``found`` run head-wise; what was done, in a sentence."""
-    if heads is None:
-        return ""
+def _install_heads(model: nn.Module, heads: Heads, modules: Sequence[Attention], left: Sequence[Left]) -> str:
+    """Have every attention module run head-wise; what was done, in a sentence."""
     for attention in modules:
         setting = HeadSetting(heads, attention.shape, attention.name, attention.layer)
         standing = HeadWise(attention.module, setting)

@@ -4,52 +4,23 @@ from __future__ import annotations
 
 import functools
 import logging
-import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from enum import IntEnum
-from fnmatch import fnmatchcase
 from typing import Any
 
-import torch
 from torch import nn
 
-from seqtile._compat import forward_pre_hooks_of, is_tiled_by_unsloth, untested
+from seqtile._compat import forward_pre_hooks_of, untested
 from seqtile._errors import UserError, expect_module
-from seqtile.blocks.instance import Installed, Setting, TiledForward, installed_forwards, logger
-from seqtile.blocks.layer import TiledLayer, TiledPair
-from seqtile.blocks.norms_and_projections import (
-    ROWS_AUTO,
-    KernelNorm,
-    TiledRows,
-    find_norms,
-    find_rows,
-    install_norms,
-    tile_rows,
-    words_for,
-)
-from seqtile.checkpointing.policies import standing_checkpointing
-from seqtile.chunks.install_chunks import install_chunks
-from seqtile.chunks.segment import ChunkForward
-from seqtile.devices import device_bytes
+from seqtile.blocks.instance import TiledForward, installed_forwards, logger
+from seqtile.blocks.layer import TiledLayer
+from seqtile.blocks.norms_and_projections import KernelNorm, TiledRows
 from seqtile.engines.granularity import refuse_wrapped
-from seqtile.engines.zero3 import mark_leaf, whole_shape
-from seqtile.headwise.install_heads import HeadLayer, HeadWise, find_for, install_heads
-from seqtile.host_weights import standing_host_weights
-from seqtile.install.loss_and_checkpoints import Rest, remove_rest
-from seqtile.install.report import Block, Report
+from seqtile.install.report import Report
+from seqtile.install.techniques import EXCLUDES, known_techniques, order_of, wanted_techniques
 from seqtile.install.tile_effects import remove_tile_effects, watch_tiles
-from seqtile.lm_loss.tiled_loss import standing_losses
-from seqtile.options import WHOLE_LAYER, Only, TilingOptions
-from seqtile.recognise.candidates import LOOKED_FOR, Candidate, Left, chain_of, expected_mode, find_blocks
-from seqtile.recognise.chain import required_arguments
-from seqtile.recognise.layer_parts import Neighbours
-from seqtile.recognise.proof import for_training, prove
+from seqtile.options import Only, TilingOptions
 from seqtile.rules import Combination, check_combination
-from seqtile.state.state_layers import install_state
-from seqtile.state.tiled_state import StateForward
-from seqtile.tiling import BlockShape, KeepRule
 
 
 def apply(
@@ -163,195 +134,59 @@ def apply_options(model: nn.Module, options: TilingOptions, *, others_stay: bool
     Args:
         model: as for :func:`apply`.
         options: its arguments.
-        others_stay: whether parts that ``options`` do not ask for stay as an earlier call left them, or come off.
+        others_stay: whether techniques that ``options`` do not ask for stay as an earlier call left them, or come off.
     """
     check_combination(Combination(options))
-    if not options.tiled and not options.beside_blocks:
+    wanted = wanted_techniques(options)
+    if not wanted:
         raise UserError("blocks='none' leaves nothing to do; add loss, checkpoint, offload, heads, state or chunk")
     expect_module(model, "apply")
     refuse_wrapped(model)
-    rest = Rest(options, others_stay)
-    rest.check(model)
-    lowest = ForwardOrder.lowest(options, others_stay)
-    heads, state, chunk, segment = options.heads, options.state, options.chunk, options.segment
-    for forward in installed_forwards(model) if others_stay else ():
-        if isinstance(forward, ChunkForward) and not (heads or state or options.chunk):
-            chunk, segment = forward.chunk.tokens, forward.chunk.segment
-        elif options.chunk:
-            continue
-        elif isinstance(forward, HeadWise) and lowest <= ForwardOrder.HEADS:
-            heads = heads or forward.heads.per_pass
-        elif isinstance(forward, StateForward) and lowest <= ForwardOrder.STATE:
-            state = state or forward.state.tile
-    attention, left_attention = find_for(model, heads)
-    blocks, chosen, left = list[Candidate](), list[Candidate](), list[Left]()
-    if options.tiled:
-        refuse_tiled_by_unsloth(model)
-        blocks, chosen, left = _choose_blocks(model, options)
-    count = max(len(chosen), 1)
-    keep = with_free_memory(options.keep_rule(count), model, count)
-    norms = [f"{module.layer}.{module.norm}".strip(".") for module in attention if module.norm]
-    head_wise = [*(module.name for module in attention), *norms]
-    with replacing(model, lowest, head_wise):
-        tiled = tuple([_tile(model, block, keep, options) for block in chosen])
-        rows, whole = "", len(chosen) == len(blocks)
-        if options.blocks == WHOLE_LAYER:
-            found_rows = find_rows(model, chosen, head_wise, whole=whole)
-            tile_rows(found_rows, ROWS_AUTO if options.tile_rule.kind == "auto" else options.tile_rule, options.path)
-            rows = words_for(found_rows)
-        if options.blocks in ("auto", WHOLE_LAYER) and options.path != "generic":
-
-            def trusted(name: str, module: nn.Module) -> bool:
-                return options.trust is not None and _matches(options.trust, name, module)
-
-            kernel_norms, left_norms = find_norms(model, chosen, trusted, whole=whole)
-            # A separately tiled norm keeps those, and one that accelerate moves (device_map) its hook.
-            install_norms([norm for norm in kernel_norms if "forward" not in norm.module.__dict__], trusted)
-            left = [*left, *left_norms]
-        done_to_heads = install_heads(model, heads, attention, left_attention)
-        done_to_state, left_states = install_state(model, state)
-        done_to_chunks, left_chunks = install_chunks(model, chunk, segment)
-        loss, checkpointing = rest.install(model)
+    standing = [technique for technique in known_techniques() if technique.standing(model)]
+    excluded = {name for technique in wanted for name in EXCLUDES.get(technique.name, ())}
+    replaced = [
+        technique for technique in {*wanted, *standing}
+        if technique.on_forwards and (technique in wanted or technique.name in excluded or not others_stay)
+    ]  # fmt: skip
+    lowest = min(map(order_of, replaced), default=len(known_techniques()))
+    over = [technique for technique in standing if technique.on_forwards and order_of(technique) >= lowest]
+    again = [t for t in over if others_stay and t not in wanted and t.name not in excluded]
+    for technique in standing if others_stay else ():
+        if technique in wanted or technique in again:
+            options = technique.with_standing(model, options)
+    uses = [technique(model, options) for technique in sorted([*wanted, *again], key=order_of)]
+    for use in uses:
+        use.check()
+    inside = [name for use in uses for name in use.inside]
+    with _restored_on_failure(model):
+        for technique in reversed(over):
+            technique.remove(model)
+        done = {use.name: use.install(inside) for use in uses}
+    for technique in standing:
+        if not others_stay and not technique.on_forwards and technique not in wanted:
+            technique.remove(model)
     watch_tiles(model)
-    left = [*dict.fromkeys([*left, *left_attention, *left_states, *left_chunks])]  # a prediction head once
-    report = Report(
-        tiled, tuple(left), len(blocks), keep, weakref.ref(model), done_to_heads, loss, checkpointing, rows,
-        "; ".join(filter(None, (done_to_state, done_to_chunks))),
-    )  # fmt: skip
+    report = Report.of(model, done)
     if logger.isEnabledFor(logging.WARNING):
         _warn_of_versions()
     logger.info("%s", report)
     return report
 
 
-class ForwardOrder(IntEnum):
-    """The tiled forwards in the order in which they are put over each other."""
-
-    BLOCKS, HEADS, STATE, CHUNKS, NOTHING = range(5)
-
-    @classmethod
-    def of(cls, forward: Installed) -> ForwardOrder:
-        if isinstance(forward, ChunkForward):
-            return cls.CHUNKS
-        if isinstance(forward, StateForward):
-            return cls.STATE
-        return cls.HEADS if isinstance(forward, HeadWise | HeadLayer) else cls.BLOCKS
-
-    @classmethod
-    def lowest(cls, options: TilingOptions, others_stay: bool) -> ForwardOrder:
-        """The lowest that ``options`` replace; those above it are installed again."""
-        if options.tiled or not others_stay:
-            return cls.BLOCKS
-        if options.heads or options.chunk:  # chunks take the place of heads and state
-            return cls.HEADS
-        return cls.STATE if options.state else cls.NOTHING
-
-
-def _choose_blocks(model: nn.Module, options: TilingOptions) -> tuple[list[Candidate], list[Candidate], list[Left]]:
-    """All blocks, those to tile, and what is left alone.
-
-    Raises:
-        UserError: ``only`` or ``trust`` names nothing that can be tiled, or there is no block.
-    """
-    only, trust = options.only, options.trust
-    blocks, left = find_blocks(
-        model,
-        everything=only is not None,
-        trusted=lambda name, module: trust is not None and _matches(trust, name, module),
-    )
-    by_owner = [f"{name}." for name, module in model.named_modules() if _is_of_owner(module.__dict__.get("forward"))]
-    if inside := [block for block in blocks if f"{block.name}.".startswith(tuple(by_owner))]:
-        left += [Left(block.name, type(block.module).__name__, "tiled by seqtile.tile_module") for block in inside]
-        blocks = [block for block in blocks if block not in inside]
-    chosen = [block for block in blocks if only is None or _matches(only, block.name, block.module)]
-    left += [Left(b.name, type(b.module).__name__, "not named in only=") for b in blocks if b not in chosen]
-    for option, names in (("only", only), ("trust", trust)):
-        patterns = [] if names is None or callable(names) else [names] if isinstance(names, str) else [*names]
-        unmatched = [word for word in patterns if not any(_matches(word, b.name, b.module) for b in blocks)]
-        if not unmatched:
-            continue
-        for module in left:
-            if any(fnmatchcase(module.name, pattern) for pattern in unmatched):
-                raise UserError(f"{option}={unmatched!r} matches {module}, which cannot be tiled: {module.why}")
-        raise UserError(_nothing(model, blocks, left, f"{option}={unmatched!r}"))
-    if not chosen:
-        nothing = _nothing(model, blocks, left, f"only={only!r}")
-        if not any(module.unproven and not module.custom for module in left):
-            raise UserError(nothing)
-        logger.warning("%s", nothing)
-    return blocks, chosen, left
-
-
-@functools.cache
-def _warn_of_versions() -> None:
-    if warning := untested():
-        logger.warning("%s", warning)
-
-
-def refuse_tiled_by_unsloth(model: nn.Module) -> None:
-    """Raise if Unsloth has tiled blocks of the model: its tiles would run inside ours, and every block once more.
-
-    Raises:
-        UserError: the forward of a module is Unsloth's tiled one.
-    """
-    if theirs := next((type(module).__name__ for module in model.modules() if is_tiled_by_unsloth(module)), ""):
-        raise UserError(
-            f"Unsloth's own tiled MLP already runs {theirs}; load the model with unsloth_tiled_mlp=False and "
-            "without UNSLOTH_TILED_MLP, or drop this call"
-        )
-
-
-def with_free_memory(keep: KeepRule, model: nn.Module, blocks: int) -> KeepRule:
-    """``keep`` with a quarter of the free device memory read once, if it is ``"auto"``."""
-    return KeepRule("auto", free_bytes(model) / 4 / blocks, blocks) if keep.kind == "auto" else keep
-
-
-def _is_of_owner(forward: Any) -> bool:
-    """Whether :func:`seqtile.tile_module` installed it, so that :func:`apply` leaves it."""
-    return isinstance(forward, Installed) and forward.owner == "tile_module"
-
-
 @contextmanager
-def replacing(
-    model: nn.Module,
-    lowest: ForwardOrder = ForwardOrder.BLOCKS,
-    head_wise: Sequence[str] = (),
-    *,
-    modules_too: bool = False,
-) -> Iterator[None]:  # fmt: skip
-    """Take tiled forwards off, and put them back if the ``with`` block raises.
-
-    Args:
-        model: what to tile again.
-        lowest: those above it come off too.
-        head_wise: names of modules that will run in head-wise attention, where no projection may have its own tiles.
-        modules_too: also those of :func:`seqtile.tile_module`.
-    """
-    inside = {module for name in head_wise for module in model.get_submodule(name).modules()}
-
-    def to_replace() -> list[Installed]:
-        return [
-            forward for forward in installed_forwards(model)
-            if (modules_too or not _is_of_owner(forward))
-            and (ForwardOrder.of(forward) >= lowest or (type(forward) is TiledRows and forward.module in inside))
-        ]  # fmt: skip
-
-    layers = [forward for forward in installed_forwards(model) if isinstance(forward, TiledLayer)]
-    attentions = [layer.attention for layer in layers]
-    removed = to_replace()
-    changed = {forward.module for forward in removed}
-    attributes = [(module, dict(module.__dict__), dict(forward_pre_hooks_of(module))) for module in changed]
-    for forward in removed:
-        forward.remove()
-    if lowest <= ForwardOrder.HEADS:
-        for layer in layers:
-            layer.attention = None
+def _restored_on_failure(model: nn.Module) -> Iterator[None]:
+    """Put the tiled forwards back that stand on ``model`` now, if the ``with`` block raises."""
+    before = installed_forwards(model)
+    attentions = [(forward, forward.attention) for forward in before if isinstance(forward, TiledLayer)]
+    modules = dict.fromkeys(forward.module for forward in before)
+    attributes = [(module, dict(module.__dict__), dict(forward_pre_hooks_of(module))) for module in modules]
     try:
         yield
     except BaseException:
-        for forward in to_replace():
-            forward.remove()
-        for layer, attention in zip(layers, attentions, strict=True):
+        for forward in installed_forwards(model):
+            if forward not in before:
+                forward.remove()
+        for layer, attention in attentions:
             layer.attention = attention
         for module, attributes_before, hooks in attributes:
             module.__dict__.update(attributes_before)
@@ -360,10 +195,27 @@ def replacing(
         raise
 
 
+@functools.cache
+def _warn_of_versions() -> None:
+    if warning := untested():
+        logger.warning("%s", warning)
+
+
+@contextmanager
+def replacing_all(model: nn.Module) -> Iterator[None]:
+    """Take every tiled forward off, and put them back if the ``with`` block raises."""
+    with _restored_on_failure(model):
+        for forward in installed_forwards(model):
+            forward.remove()
+        yield
+
+
 def undo(model: nn.Module) -> int:
     """Take every tiled ``forward`` off ``model`` and restore each attribute; returns how many blocks' came off."""
     expect_module(model, "undo")
-    remove_rest(model)
+    for technique in known_techniques():
+        if not technique.on_forwards:
+            technique.remove(model)
     remove_tile_effects(model)
     blocks = 0
     for forward in installed_forwards(model):
@@ -378,14 +230,14 @@ def tiled_names(model: nn.Module) -> set[str]:
     return {
         forward.setting.name
         for forward in installed_forwards(model)
-        if not _is_of_owner(forward) and not isinstance(forward, KernelNorm)
+        if forward.owner == "apply" and not isinstance(forward, KernelNorm)
     }
 
 
 def carries(model: nn.Module) -> bool:
-    """Whether anything of :func:`apply` is on ``model``: tiled blocks, tiled loss, checkpoint policy, host weights."""
-    standing = standing_losses(model) or standing_checkpointing(model) or standing_host_weights(model)
-    return bool(tiled_names(model) or standing)
+    """Whether anything of :func:`apply` is on ``model``, but for norms that run by their kernel."""
+    others = [technique for technique in known_techniques() if not technique.on_forwards]
+    return bool(tiled_names(model)) or any(technique.standing(model) for technique in others)
 
 
 @contextmanager
@@ -401,125 +253,3 @@ def applied(model: nn.Module, **settings: Any) -> Iterator[Report]:
         yield report
     finally:
         undo(model)
-
-
-def free_bytes(model: nn.Module) -> int:
-    """Free memory of the device that the model is on, 0 where it cannot be read."""
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    return device_bytes(device)[0]
-
-
-def _tile(model: nn.Module, block: Candidate, keep: KeepRule, options: TilingOptions) -> Block:
-    module, layer, rule = block.module, model.get_submodule(block.layer), options.tile_rule
-    setting = Setting(
-        rule, keep, options.path, block.hidden, block.intermediate, block.kind == "experts", block.name, block.layer,
-        block.trusted,
-    )  # fmt: skip
-    neighbours = _neighbours(block, layer, norms=options.blocks != "mlp")
-    why, not_fused = _operator(model, block, layer, neighbours)
-    arguments = required_arguments(module) if block.kind == "mlp" else []
-    installed: list[Installed] = []
-    together = neighbours.members
-    if block.in_layer or neighbours != Neighbours(members=neighbours.members):
-        layer_class = TiledPair if block.kind == "pair" else TiledLayer
-        installed.append(layer_class(layer, setting, neighbours, block.in_layer))
-        together = neighbours.names
-    if not block.in_layer:  # also inside a layer's replacement, which falls back to it
-        installed.append(TiledForward(module, setting))
-    for forward in installed:
-        forward.install()
-        forward.falls_back = not not_fused and options.path != "generic"
-    installed[0].check()
-    mark_leaf(installed[0].module)
-    fused = installed[0].falls_back
-    if options.path == "fused" and not fused:
-        raise UserError(f"path='fused' does not support {block.name}: {not_fused}; use path='auto' or only=")
-    shape = _expected_shape(setting, block, fused)
-    if rule.kind == "memory":
-        try:
-            rule.tokens_per_tile(0, shape)
-        except ValueError as error:
-            raise UserError(f"{block.name}: {error}") from None
-    return Block(
-        block.name, type(module).__name__, block.kind, "fused" if fused else "generic", block.hidden,
-        block.intermediate, together, rule.describe(shape), why, not_fused,
-        isinstance(installed[0], TiledLayer) and needs_output(layer, neighbours), *arguments[1:2],
-    )  # fmt: skip
-
-
-def _neighbours(block: Candidate, layer: nn.Module, *, norms: bool) -> Neighbours:
-    """The neighbours in a block's tile: those it needs, and with ``norms`` the norm before it."""
-    neighbours, alone = block.neighbours, Neighbours(members=block.neighbours.members)
-    neighbours = neighbours if norms else replace(neighbours, before="")
-    if block.in_layer:
-        return neighbours
-    if not block.name or "forward" in layer.__dict__ or block.proof is None:
-        return alone
-    if not needs_output(layer, neighbours):
-        return replace(alone, before=neighbours.before)
-    return neighbours
-
-
-def _operator(model: nn.Module, block: Candidate, layer: nn.Module, neighbours: Neighbours) -> tuple[str, str]:
-    """(what proves the block with these neighbours, why the fused operator does not run it or "").
-
-    Raises:
-        UserError: with these neighbours nothing is proven.
-    """
-    if block.proof is None:
-        return block.why, "its formula is unknown"
-    with for_training(model):
-        chain = chain_of(layer, block, neighbours)
-        mode = expected_mode(chain, block.hidden)
-        proof = block.proof if neighbours == block.neighbours else prove(chain, mode, trusted=block.trusted)
-    if proof.why_not:
-        raise UserError(f"{block.name}: {proof.why_not}; exclude it with only=")
-    if isinstance(proof.formula, str):
-        return proof.how, proof.formula
-    weights = proof.formula.weights(chain, mode.inputs[0][1])
-    in_shards = any(hasattr(weight, "ds_shape") for module in block.parts for weight in module.parameters())
-    return proof.how, weights if isinstance(weights, str) and not in_shards else ""
-
-
-def _expected_shape(setting: Setting, block: Candidate, fused: bool) -> BlockShape:
-    """The sizes that the tile rule will read in training, estimated from the block's weights."""
-    weights = [weight for module in block.parts for weight in module.parameters()]
-    trained = [weight for weight in weights if weight.requires_grad]
-    itemsize = max([weight.element_size() for weight in weights if weight.is_floating_point()], default=4)
-    x = torch.empty(0, dtype=torch.float32 if itemsize == 4 else torch.bfloat16, device="meta")
-    return replace(
-        setting.shape(x, trained, fused), device_type=weights[0].device.type if weights else "cpu",
-        weight_numel=sum(whole_shape(weight).numel() for weight in trained),
-    )  # fmt: skip
-
-
-def needs_output(layer: nn.Module, neighbours: Neighbours) -> bool:
-    """Whether the backward of the next module (a norm, an active dropout) reads the block's output."""
-    if neighbours.closing:
-        return True
-    if neighbours.after:
-        follower = getattr(layer, neighbours.after)
-        return not isinstance(follower, nn.Identity) and getattr(follower, "p", 1.0) > 0.0
-    return bool(neighbours.dropout) and float(getattr(layer, neighbours.dropout)) > 0.0
-
-
-def _matches(only: Only, name: str, module: nn.Module) -> bool:
-    if callable(only):
-        return bool(only(name, module))
-    patterns = [only] if isinstance(only, str) else only
-    return any(name == pattern or fnmatchcase(name, pattern) for pattern in patterns)
-
-
-def _nothing(model: nn.Module, blocks: list[Candidate], left: list[Left], argument: str) -> str:
-    name = type(model).__name__
-    if blocks:
-        first = ", ".join(block.name for block in blocks[:3])
-        others = f" and {len(blocks) - 3} more" if len(blocks) > 3 else ""
-        return f"{argument} matches no block of {name}; its blocks are {first}{others}"
-    refusals = "; ".join(f"{module}: {module.why}" for module in left[:3])
-    classes = ", ".join(sorted({type(module).__name__ for module in model.modules()})[:12])
-    return (
-        f"nothing to tile in {name}: looked for {LOOKED_FOR}; found "
-        f"{refusals or f'none among its modules ({classes})'}; name a block with only=, or use blocks='none' (plan: "
-        "--tile none, train: --tiled-mlp false)"
-    )

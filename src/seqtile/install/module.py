@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from seqtile._compat import tree_map
 from seqtile._errors import UserError, expect_module
 from seqtile.blocks.call_arguments import SplitArguments
+from seqtile.blocks.install_blocks import Block, refuse_tiled_by_unsloth, with_free_memory
 from seqtile.blocks.instance import Setting, TiledForward, logger, mode_of
 from seqtile.engines.granularity import refuse_wrapped
 from seqtile.engines.zero3 import mark_leaf
-from seqtile.install.apply import refuse_tiled_by_unsloth, replacing, with_free_memory
-from seqtile.install.report import Block, Report
+from seqtile.install.apply import replacing_all
+from seqtile.install.report import Report
 from seqtile.options import TilingOptions
 from seqtile.recognise.chain import Chain, inputs_of
 from seqtile.recognise.proof import Mode, Proof, for_training, prove
@@ -91,7 +92,7 @@ def tile_module(
     forward.falls_back = not not_fused and path != "generic"
     if path == "fused" and not forward.falls_back:
         raise UserError(f"path='fused' does not support {name}: {not_fused}; use path='auto'")
-    with replacing(module, modules_too=True):
+    with replacing_all(module):
         forward.install()
         forward.check()
         mark_leaf(module)

@@ -8,9 +8,6 @@ from torch import nn
 
 from seqtile.blocks.instance import installed_forwards
 from seqtile.blocks.norms_and_projections import TiledRows
-from seqtile.chunks.segment import ChunkForward
-from seqtile.headwise.install_heads import HeadLayer, HeadWise
-from seqtile.state.tiled_state import StateForward
 
 
 @dataclass(frozen=True)
@@ -58,17 +55,17 @@ def what_ran(model: nn.Module) -> Runs:
     Norms, projections, layers with a state and attention that runs in passes are no blocks.
     """
     forwards = installed_forwards(model)
-    in_chunks = {forward.chunk.name for forward in forwards if isinstance(forward, ChunkForward) and forward.most_tiles}
+    in_chunks = {forward.setting.name for forward in forwards if forward.technique == "chunk" and forward.most_tiles}
     tiles: dict[str, int] = {}
     rules: dict[str, None] = {}
     tokens = 0
     for forward in forwards:
-        if isinstance(forward, TiledRows | StateForward | HeadWise | HeadLayer):
+        if isinstance(forward, TiledRows) or forward.technique in ("heads", "state"):
             continue
-        if isinstance(forward, ChunkForward):
+        if forward.technique == "chunk":
             if not forward.most_tiles:  # its blocks ran instead, or nothing did
                 continue
-            rule = f"chunk={forward.chunk.tokens}"
+            rule = f"chunk={forward.setting.tokens}"  # type: ignore[attr-defined]
         elif forward.setting.layer in in_chunks:
             continue
         else:

@@ -58,7 +58,7 @@ def tile_trainer(trainer: Any, *, loss_tile: int | str | None = None, shared_pro
             done.append(f"{name}: its loss is tiled already")
         else:
             tile = "auto" if loss_tile is None else loss_tile
-            done.append(f"{name}: {apply(model, blocks='none', loss='tiled', loss_tile=tile).loss}")
+            done.append(f"{name}: {apply(model, blocks='none', loss='tiled', loss_tile=tile).done['loss']}")
     if shared_prompts:
         from seqtile.shared_prompts.trl_calls import share_in_calls
 

@@ -9,7 +9,7 @@ loop: engines gather its weight there, once per step.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
@@ -23,6 +23,7 @@ from seqtile._compat import HOOKED_FORWARD, LOSS_FUNCTION, OUTPUT_HOOKS, childre
 from seqtile._effects import Named, Watched, outermost, split_frozen, which
 from seqtile._errors import UserError
 from seqtile._stand_in import ForwardStandIn
+from seqtile._technique import Technique, TechniqueResult
 from seqtile.engines.flat import ParameterSwap, call_with_weights, named_weights
 from seqtile.engines.granularity import refuse_gathering_inside
 from seqtile.engines.zero3 import mark_leaf, unmark_leaf
@@ -39,18 +40,42 @@ from seqtile.tiling import BlockShape, TileRule, head_sizes
 _LOSS_MARK = "_seqtile_loss"
 
 
-def check_loss(model: nn.Module, impl: str) -> None:
-    """Refuse a model whose loss cannot be tiled by ``impl``, before anything is changed.
+class LossTechnique(Technique):
+    """``loss="tiled"``."""
 
-    Raises:
-        UserError: no causal language model, an unknown version of TRL's head, or a kernel that would be ignored or is
-            not installed.
-    """
-    if missing := missing_kernel(impl):
-        raise UserError(f"loss_impl={impl!r}: {missing}; use loss_impl='torch' or 'auto'")
-    for _, module in find_causal_lms(model)[0]:
-        TrlHead.of(module.__dict__.get("forward"))
-        check_kernel(module.get_output_embeddings(), impl)  # type: ignore[operator]
+    name = "loss"
+
+    def check(self) -> None:
+        """Refuse a model whose loss cannot be tiled.
+
+        Raises:
+            UserError: no causal language model, an unknown version of TRL's head, or a kernel that would be ignored or
+                is not installed.
+        """
+        impl = self.options.loss_impl
+        if missing := missing_kernel(impl):
+            raise UserError(f"loss_impl={impl!r}: {missing}; use loss_impl='torch' or 'auto'")
+        for _, module in find_causal_lms(self.model)[0]:
+            TrlHead.of(module.__dict__.get("forward"))
+            check_kernel(module.get_output_embeddings(), impl)  # type: ignore[operator]
+
+    def install(self, inside: Collection[str]) -> TechniqueResult:
+        """Put the tiled loss on the causal language models in the model, in place of an earlier one."""
+        self.remove(self.model)
+        chosen, frozen = find_causal_lms(self.model)
+        for _, module in chosen:
+            TiledLoss(module, self.options.loss_rule, self.options.loss_impl).install()
+        class_names = ", ".join(type(module).__name__ for _, module in chosen)
+        return TechniqueResult(f"loss of {class_names} tiled{which(chosen, frozen)}")
+
+    @classmethod
+    def standing(cls, model: nn.Module) -> list[TiledLoss]:
+        """The tiled losses of a model, also under another library's forward."""
+        return standing_losses(model)
+
+    @classmethod
+    def notes(cls, model: nn.Module) -> list[str]:
+        return [note for loss in cls.standing(model) for note in loss.notes()]
 
 
 def check_kernel(head: nn.Module, impl: str) -> None:
@@ -114,23 +139,9 @@ def _is_causal_loss(function: Any) -> bool:
     return function is ForCausalLMLoss
 
 
-def install_loss(model: nn.Module, rule: TileRule, impl: str = "torch") -> str:
-    """Put the tiled loss on the causal language models in ``model``; returns a description."""
-    chosen, frozen = find_causal_lms(model)
-    for _, module in chosen:
-        TiledLoss(module, rule, impl).install()
-    return f"loss of {', '.join(type(module).__name__ for _, module in chosen)} tiled{which(chosen, frozen)}"
-
-
 def standing_losses(model: nn.Module) -> list[TiledLoss]:
     """The tiled losses of a model, also under another library's forward."""
     return [module.__dict__[_LOSS_MARK] for module in model.modules() if _LOSS_MARK in module.__dict__]
-
-
-def remove_loss(model: nn.Module) -> None:
-    """Take the tiled loss off; under another library's forward it stays and does nothing."""
-    for installed in standing_losses(model):
-        installed.remove()
 
 
 class TiledLoss(ForwardStandIn, Watched):

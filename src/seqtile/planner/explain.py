@@ -7,7 +7,7 @@ from typing import Any
 
 from seqtile._errors import UserError
 from seqtile.checkpointing.keep_attention import wide_heads
-from seqtile.install.loss_and_checkpoints import recomputed
+from seqtile.install.checkpoints import recomputed
 from seqtile.models.configs import named_scaling
 from seqtile.models.rope_scaling import scaling_for
 from seqtile.ops.attention.backends import recommended
@@ -30,7 +30,7 @@ from seqtile.planner.techniques import (
     TILED_LOSS,
     TILED_MLP,
     WEIGHTS_ON_HOST,
-    Technique,
+    Dial,
     can_stream,
 )
 from seqtile.state.state_layers import can_carry
@@ -81,23 +81,21 @@ class NextSetting:
     why: str
 
 
-FLASH_ATTENTION = Technique(
+FLASH_ATTENTION = Dial(
     "flash attention", {"attention": "flash"}, "no mask and no repeated keys and values", "--attention flash"
 )
-NOTHING_KEPT = Technique("nothing kept", {"keep": 0.0}, "gate and up are recomputed in every tile", "--keep 0")
-OPTIMIZER_ON_HOST = Technique(
-    "optimizer on the host", {"engine_offload": ("optimizer",)}, "optimizer states in host memory"
-)
-ZERO3 = Technique("ZeRO-3", {"engine": "zero3"}, "weights, gradients and states are sharded", "--engine zero3")
-EIGHT_BIT_STATES = Technique(
+NOTHING_KEPT = Dial("nothing kept", {"keep": 0.0}, "gate and up are recomputed in every tile", "--keep 0")
+OPTIMIZER_ON_HOST = Dial("optimizer on the host", {"engine_offload": ("optimizer",)}, "optimizer states in host memory")
+ZERO3 = Dial("ZeRO-3", {"engine": "zero3"}, "weights, gradients and states are sharded", "--engine zero3")
+EIGHT_BIT_STATES = Dial(
     "8-bit states", {"optimizer": "adamw-8bit"}, "2 bytes of state per weight, not 8", "--optimizer adamw-8bit"
 )
 
 
-def sleeping(grpo: Grpo | None) -> Technique:
+def sleeping(grpo: Grpo | None) -> Dial:
     """vLLM's sleep mode, which frees a generator's memory while the policy trains."""
     changes = {} if grpo is None else {"grpo": replace(grpo, generator="sleep")}
-    return Technique("sleeping generator", changes, "vLLM frees its memory during the step", "--generator sleep")
+    return Dial("sleeping generator", changes, "vLLM frees its memory during the step", "--generator sleep")
 
 
 SLOW_TO_PLAN = (MINIMAL_MEMORY, CHUNKS, CHUNKS_OF_SEGMENTS, SEGMENTS)
@@ -137,7 +135,7 @@ def next_step(planner: Planner, longest: int, asked: int = 0) -> NextSetting | N
     return best
 
 
-def proposals(planner: Planner) -> list[Technique]:
+def proposals(planner: Planner) -> list[Dial]:
     """Techniques that the request does not use, cheapest in time first."""
     request = planner.request
     options = request.options
@@ -146,7 +144,7 @@ def proposals(planner: Planner) -> list[Technique]:
     one_by_one = request.sharded or options.weights_on_host  # a layer's weights are freed after it ran
     double = 2 * request.sp_size
     idle_states = "optimizer" in request.engine_offload and planner.host_has_room  # smaller ones would buy nothing
-    sequence = Technique(
+    sequence = Dial(
         "Ulysses",
         {"engine": "zero3", "sp_size": double},
         "each rank has a part of the sequence",

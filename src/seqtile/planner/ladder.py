@@ -27,7 +27,7 @@ from seqtile.planner.techniques import (
     LAYER_CHECKPOINTS,
     MINIMAL_MEMORY,
     WEIGHTS_ON_HOST,
-    Technique,
+    Dial,
     can_stream,
 )
 from seqtile.rules import refused
@@ -58,7 +58,7 @@ class Rung:
     """
 
     cost: str
-    techniques: tuple[Technique, ...] = ()
+    techniques: tuple[Dial, ...] = ()
     divisor: int = 1
 
     @property
@@ -85,7 +85,7 @@ class Rung:
         return MINIMAL_MEMORY in self.techniques
 
     @property
-    def chunks(self) -> Technique | None:
+    def chunks(self) -> Dial | None:
         """Decoder layers in chunks of the sequence, if it has them."""
         return next((technique for technique in self.techniques if "chunk" in technique.changes), None)
 

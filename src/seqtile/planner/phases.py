@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from seqtile._compat import tree_iter
-from seqtile.counting import LiveBytes
+from seqtile.counting.live import LiveBytes
 from seqtile.devices import synchronize
 from seqtile.models.causal import causal_model
 from seqtile.recognise.decoder_layers import decoder_layers
 
 if TYPE_CHECKING:
-    from seqtile.install.report import Block
+    from seqtile.blocks.install_blocks import Block
 
 HEAD = "head and loss"
 REST = "rest of the model"

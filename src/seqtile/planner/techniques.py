@@ -17,7 +17,7 @@ from seqtile.planner.request import Request
 
 
 @dataclass(frozen=True, eq=False)
-class Technique:
+class Dial:
     """One thing that can be turned on.
 
     Attributes:
@@ -55,44 +55,42 @@ class Technique:
         return f"--offload {','.join([*words, *on.engine_offload])}"
 
 
-TILED_LOSS = Technique("tiled loss", {"loss": "tiled"}, "no [tokens, vocabulary] logits", "--loss tiled")
-TILED_MLP = Technique("tiled MLP", {"blocks": "auto"}, "no [tokens, intermediate] tensors", "--tile auto")
-LAYER_CHECKPOINTS = Technique(
+TILED_LOSS = Dial("tiled loss", {"loss": "tiled"}, "no [tokens, vocabulary] logits", "--loss tiled")
+TILED_MLP = Dial("tiled MLP", {"blocks": "auto"}, "no [tokens, intermediate] tensors", "--tile auto")
+LAYER_CHECKPOINTS = Dial(
     "checkpoints of layer inputs", {"checkpoint": "layer"}, "each layer saves its input only", "--checkpoint layer"
 )
-ATTENTION_SAVED = Technique(
-    "attention saved", {"checkpoint": "attention-saved"}, "the recompute skips attention's kernel"
-)
-CHECKPOINTS_ON_HOST = Technique("checkpoints on the host", {"offload": True}, "layer inputs in host memory")
-WEIGHTS_ON_HOST = Technique(
+ATTENTION_SAVED = Dial("attention saved", {"checkpoint": "attention-saved"}, "the recompute skips attention's kernel")
+CHECKPOINTS_ON_HOST = Dial("checkpoints on the host", {"offload": True}, "layer inputs in host memory")
+WEIGHTS_ON_HOST = Dial(
     "frozen weights on the host", {"offload": "weights"}, "frozen weights in host memory, two layers' on the device"
 )
-REST_OF_LAYER = Technique("rest of the layer in tiles", {"blocks": WHOLE_LAYER}, "norms and projections in tiles")
-STATE_TILES = Technique(
+REST_OF_LAYER = Dial("rest of the layer in tiles", {"blocks": WHOLE_LAYER}, "norms and projections in tiles")
+STATE_TILES = Dial(
     "layers with a state in tiles", {"state": "auto"}, "recurrent layers one tile at a time", "--state auto"
 )
-HEADWISE_ATTENTION = Technique("head-wise attention", {"heads": 1}, "attention one group of heads at a time")
-MINIMAL_MEMORY = Technique(
+HEADWISE_ATTENTION = Dial("head-wise attention", {"heads": 1}, "attention one group of heads at a time")
+MINIMAL_MEMORY = Dial(
     "minimal memory",
     {**REST_OF_LAYER.changes, **HEADWISE_ATTENTION.changes},
     "norms and projections in tiles, attention by head groups",
     f"--blocks {WHOLE_LAYER} --heads 1",
 )
 
-CHUNKS = Technique(
+CHUNKS = Dial(
     "chunks of layers",
     {"chunk": "auto", "segment": 1, "blocks": "auto", "heads": None, "state": None},
     "each layer runs on one chunk of the sequence at a time",
     "--chunk auto",
 )
-CHUNKS_OF_SEGMENTS = Technique(
+CHUNKS_OF_SEGMENTS = Dial(
     "chunks of four layers",
     {**CHUNKS.changes, "segment": 4},
     "four layers run on one chunk of the sequence at a time",
     "--chunk auto --segment 4",
 )
 
-SEGMENTS = Technique("segments of four layers", {"segment": 4}, "four layers run together on each chunk", "--segment 4")
+SEGMENTS = Dial("segments of four layers", {"segment": 4}, "four layers run together on each chunk", "--segment 4")
 
 
 def can_stream(request: Request) -> bool:
@@ -100,7 +98,7 @@ def can_stream(request: Request) -> bool:
     return request.engine == "single" and request.lora is not None and request.device_type == "cuda"
 
 
-BASELINE = Technique(
+BASELINE = Dial(
     "baseline",
     {"blocks": "none", "loss": None, "checkpoint": "layer", "heads": None},
     "activation checkpointing alone",

@@ -12,6 +12,7 @@ from torch import nn
 
 from seqtile._compat import children_of, parameters_of
 from seqtile._errors import UserError
+from seqtile._technique import Left
 from seqtile.engines.granularity import refuse_gathering_inside
 from seqtile.recognise.chain import Chain, inputs_of
 from seqtile.recognise.decoder_layers import NOT_LANGUAGE, is_prediction_head, looks_like_attention, named_state
@@ -81,28 +82,6 @@ class Candidate:
             return [self.module]
         members = [getattr(self.module, name) for name in self.neighbours.members]
         return [member for member in members if isinstance(member, nn.Module)]
-
-
-@dataclass(frozen=True)
-class Left:
-    """A module that was left alone.
-
-    Attributes:
-        name: qualified name.
-        class_name: its class.
-        why: one sentence.
-        unproven: whether it could not be proven (``trust=`` may name it), rather than refuted.
-        custom: whether it is unproven because it is custom code.
-    """
-
-    name: str
-    class_name: str
-    why: str
-    unproven: bool = False
-    custom: bool = False
-
-    def __str__(self) -> str:
-        return f"{self.name} ({self.class_name})" if self.name else self.class_name
 
 
 def find_blocks(

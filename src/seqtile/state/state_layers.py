@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from seqtile._errors import UserError
-from seqtile.blocks.instance import logger
+from seqtile._technique import Left, TechniqueResult
+from seqtile.blocks.instance import ForwardsTechnique, idle_sentences, logger
 from seqtile.blocks.layer import TiledLayer
 from seqtile.engines.zero3 import mark_leaf
-from seqtile.recognise.candidates import Left
+from seqtile.options import TilingOptions
 from seqtile.recognise.decoder_layers import DecoderLayer, Mixer, decoder_layers
 from seqtile.recognise.proof import for_training
 from seqtile.state.state_cache import cache_argument
@@ -62,20 +63,40 @@ def _joined(*names: str) -> str:
     return ".".join(name for name in names if name)
 
 
-def install_state(model: nn.Module, tile: int | str | None) -> tuple[str, list[Left]]:
-    """Run every verified layer with a state over tiles of ``tile`` tokens; returns a description.
+class StateTechnique(ForwardsTechnique):
+    """``state``: verified layers with a state run over tiles of the sequence."""
 
-    Raises:
-        UserError: a number of tokens was asked for, and no layer carries a state.
-    """
-    if tile is None:
-        return "", []
+    name = "state"
+
+    def check(self) -> None:
+        """Refuse a number of tokens where nothing carries a state.
+
+        Raises:
+            UserError: no layer does.
+        """
+        if self.options.state != "auto" and not any(find_carriers(self.model)):
+            raise UserError(
+                f"state={self.options.state}: {type(self.model).__name__} has no layer that carries a state along the "
+                "sequence; drop state"
+            )
+
+    def install(self, inside: Collection[str]) -> TechniqueResult:
+        return _install_state(self.model, self.options.state or "auto")
+
+    @classmethod
+    def with_standing(cls, model: nn.Module, options: TilingOptions) -> TilingOptions:
+        return replace(options, state=options.state or cls.standing(model)[0].state.tile)
+
+    @classmethod
+    def without_effect(cls, forwards: Sequence[StateForward]) -> list[str]:
+        forwards = [forward for forward in forwards if forward.state.runs]
+        tile = forwards[0].state.tile if forwards else "auto"
+        return idle_sentences(f"state={tile}", forwards, decides=tile == "auto") if forwards else []
+
+
+def _install_state(model: nn.Module, tile: int | str) -> TechniqueResult:
     proofs, left, done = StateProofs(), list[Left](), Counter[tuple[str, str]]()
     carriers = [*find_carriers(model)]
-    if not carriers and tile != "auto":
-        raise UserError(
-            f"state={tile}: {type(model).__name__} has no layer that carries a state along the sequence; drop state"
-        )
     later = False
     with for_training(model):
         for carrier in carriers:
@@ -99,7 +120,7 @@ def install_state(model: nn.Module, tile: int | str | None) -> tuple[str, list[L
     if carriers and not done:
         sentence += f": {'; '.join(dict.fromkeys(carrier.why for carrier in left))}"
         logger.warning("%s", sentence)
-    return sentence, left
+    return TechniqueResult(sentence, left)
 
 
 def _choose(model: nn.Module, carrier: Carrier, proofs: StateProofs) -> tuple[str, str, bool]:
@@ -145,7 +166,7 @@ def _sentence(done: Counter[tuple[str, str]], total: int, tile: int | str, later
 
 
 def can_carry(model: nn.Module) -> bool:
-    """Whether :func:`install_state` could have some layer of ``model`` run in tiles."""
+    """Whether ``state`` could have some layer of ``model`` run in tiles."""
     proofs = StateProofs()
     with for_training(model):
         return any(_choose(model, carrier, proofs)[0] for carrier in find_carriers(model))

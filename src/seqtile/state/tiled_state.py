@@ -51,6 +51,8 @@ class StateForward(Installed):
         self.proofs = proofs
         self.cache = cache_argument(module)
 
+    technique = "state"
+
     left_out_compiled = "state is ignored under torch.compile: compiled layers run untiled"
 
     def note(self) -> str:

@@ -10,7 +10,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from seqtile._log import log_level
-from seqtile.counting import LiveBytes, count_live_bytes
+from seqtile.counting.live import LiveBytes, count_live_bytes
 from seqtile.install.apply import apply_options, undo
 from seqtile.planner.phases import Phase, label_phases, run_step
 from seqtile.verification import Run, verify
@@ -18,7 +18,7 @@ from seqtile.verification import Run, verify
 if TYPE_CHECKING:
     from torch import nn
 
-    from seqtile.install.report import Block
+    from seqtile.blocks.install_blocks import Block
     from seqtile.train.recipe import Recipe
 
 TIMED_PAIRS = 3

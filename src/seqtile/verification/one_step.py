@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from seqtile._errors import UserError
 from seqtile.blocks.instance import Installed
-from seqtile.counting import Product, count_live_bytes, count_products
+from seqtile.counting.live import count_live_bytes
+from seqtile.counting.products import Product, count_products
 from seqtile.devices import synchronize
 from seqtile.install.runs import forget_runs, what_ran
 from seqtile.recognise.candidates import Candidate

@@ -1,0 +1,123 @@
+"""What :func:`seqtile.apply` can do to a model: the interface of its techniques.
+
+A technique is a module or a folder with one class derived from :class:`Technique`, and one line in
+:mod:`seqtile.install.techniques`. It is imported where it is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+from torch import nn
+
+from seqtile.options import TilingOptions
+
+
+@dataclass(frozen=True)
+class Left:
+    """A module that was left alone.
+
+    Attributes:
+        name: qualified name.
+        class_name: its class.
+        why: one sentence.
+        unproven: whether it could not be proven (``trust=`` may name it), rather than refuted.
+        custom: whether it is unproven because it is custom code.
+    """
+
+    name: str
+    class_name: str
+    why: str
+    unproven: bool = False
+    custom: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.class_name})" if self.name else self.class_name
+
+
+@dataclass(frozen=True)
+class TechniqueResult:
+    """What one technique did in one call of :func:`seqtile.apply`.
+
+    Attributes:
+        what: a phrase for the report, or "".
+        left: modules that it did not change, and why.
+    """
+
+    what: str = ""
+    left: Sequence[Left] = ()
+
+
+class Change(Protocol):
+    """What a technique put on one instance."""
+
+    def remove(self) -> None:
+        """Put back what was there."""
+
+
+class Technique:
+    """The use of one technique by one call of :func:`seqtile.apply`.
+
+    Args:
+        model: what is changed.
+        options: what is asked for, with the settings of an earlier call where those stay.
+    """
+
+    name: ClassVar[str]
+    """Its key in :attr:`seqtile.Report.done`."""
+
+    on_forwards: ClassVar[bool] = False
+    """Whether it replaces the forwards of blocks and layers, over those of the techniques before it. It is then
+    installed again where one of those is."""
+
+    def __init__(self, model: nn.Module, options: TilingOptions) -> None:
+        self.model, self.options = model, options
+        self.inside: Collection[str] = ()
+        """Qualified names of the modules that run inside an operator of its own; known after :meth:`check`."""
+
+    def check(self) -> None:
+        """Find what to change.
+
+        Raises:
+            UserError: the model does not support the technique.
+        """
+
+    def install(self, inside: Collection[str]) -> TechniqueResult:
+        """Change the model.
+
+        Args:
+            inside: names of the modules that run inside an operator of some technique.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def standing(cls, model: nn.Module) -> Sequence[Any]:
+        """What it has on ``model``: one :class:`Change` per instance, the outer one first."""
+        raise NotImplementedError
+
+    @classmethod
+    def remove(cls, model: nn.Module) -> None:
+        """Take it off."""
+        for change in cls.standing(model):
+            change.remove()
+
+    @classmethod
+    def with_standing(cls, model: nn.Module, options: TilingOptions) -> TilingOptions:
+        """``options`` with its settings of an earlier call, where they give none."""
+        return options
+
+    @classmethod
+    def notes(cls, model: nn.Module) -> list[str]:
+        """Sentences for the report on what it has on ``model``, as that is now."""
+        return []
+
+    @classmethod
+    def without_effect(cls, forwards: Sequence[Any]) -> list[str]:
+        """A sentence for each of its options that did nothing in a training forward that has just ended.
+
+        Args:
+            forwards: those that it replaced.
+        """
+        return []

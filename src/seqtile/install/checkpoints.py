@@ -1,0 +1,60 @@
+"""Activation checkpoints as a technique of :func:`seqtile.apply`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+
+from torch import nn
+
+from seqtile._technique import Technique, TechniqueResult
+from seqtile.checkpointing.policies import (
+    Checkpointing,
+    check_checkpointing,
+    install_checkpointing,
+    standing_checkpointing,
+)
+from seqtile.options import TilingOptions, offload_of
+from seqtile.recognise.decoder_layers import states_of
+
+
+class CheckpointTechnique(Technique):
+    """``checkpoint`` and ``offload`` of checkpoints; what one call leaves out stays as an earlier call gave it."""
+
+    name = "checkpoint"
+
+    def check(self) -> None:
+        check_checkpointing(self.model, self.options.checkpoint, self.options.offload_room)
+
+    def install(self, inside: Collection[str]) -> TechniqueResult:
+        self.remove(self.model)
+        done = install_checkpointing(self.model, self.options.checkpoint, self.options.offload_room)
+        if self.options.checkpoint == "attention-saved":
+            done += recomputed(states_of(self.model))
+        return TechniqueResult(done)
+
+    @classmethod
+    def standing(cls, model: nn.Module) -> list[Checkpointing]:
+        return standing_checkpointing(model)
+
+    @classmethod
+    def with_standing(cls, model: nn.Module, options: TilingOptions) -> TilingOptions:
+        for standing in standing_checkpointing(model):
+            checkpoint, room = options.checkpoint or standing.policy, options.checkpoints_on_host
+            if standing.host is not None and not room:
+                room = f"{standing.host.budget}B" if standing.host.budget else True
+            offload = offload_of(room, options.weights_on_host)
+            options = replace(options, checkpoint=checkpoint, offload=offload)
+        return options
+
+    @classmethod
+    def notes(cls, model: nn.Module) -> list[str]:
+        return [note for policy in standing_checkpointing(model) for note in policy.notes()]
+
+
+def recomputed(states: Mapping[str, Sequence[str]]) -> str:
+    """Describe the layers with a state that "attention-saved" recomputes, or ""."""
+    return "".join(
+        f"; {len(layers)} layers with a state ({state}) save their input only and recompute their scan"
+        for state, layers in states.items()
+    )
