@@ -256,7 +256,7 @@ def test_autocast_on_an_accelerator_norms_in_fp32() -> None:
     how = replace(setup(lora=Lora(4), attention="flash", batch=2), dtype=torch.bfloat16, autocast=True)
     config = config_of("opt", do_layer_norm_before=False)  # so that the second layer's checkpoint is a norm's result
     here, there = (
-        fake_step(config, replace(how, device_type=kind), 160).peaks[Phase(HEAD, direction="forward")].terms
+        fake_step(config, replace(how, device_type=kind), 160).peaks[Phase(HEAD, direction="backward")].terms
         for kind in ("cpu", "cuda")
     )
     of_a_layer = 2 * 160 * zoo.HIDDEN
