@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from seqtile._errors import UserError
-from seqtile.counting import count_live_bytes
+from seqtile.counting.live import count_live_bytes
 from seqtile.vision.install_vision import Vision, installed_towers, remove_vision
 from seqtile.vision.tower import VisionTower
 from vision_zoo import BY_GRID, FAMILIES, VIDEOS, batch_of, owner_of, picture_model, pixels_of

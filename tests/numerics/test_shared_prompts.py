@@ -17,7 +17,7 @@ from numerics.test_chunks import FAMILIES, NO_FLOAT64, ROUNDED_TO_NOTHING, build
 from seqtile import UserError
 from seqtile.blocks.instance import TiledForward, installed_forwards
 from seqtile.blocks.layer import TiledLayer
-from seqtile.counting import count_products
+from seqtile.counting.products import count_products
 from seqtile.headwise.install_heads import HeadWise
 from seqtile.ops.attention import piece_kernels
 from seqtile.shared_prompts import TreeRow, share_prompts, tree_row
