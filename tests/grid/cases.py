@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import seqtile
 from seqtile.lm_loss.tiled_loss import standing_losses
+from seqtile.shared_prompts.trl_calls import share_in_calls
 from zoo import causal_lm, exact_dtype, tokens
 
 WORLD = 2
@@ -42,6 +43,7 @@ class Case:
         tiled_loss: head and loss in tiles too, cut by the same rule.
         scored: the loss is made of log-probabilities and entropies that TRL's trainers ask for.
         deferred: the loss is made of logits, which the tiled model hands out before they are there.
+        shared: both sequences of a batch begin alike, and the model computes that once.
         trained: fraction of the positions that have a label, the last ones, on each rank.
         more: further arguments of ``seqtile.apply``.
         checkpoint: ``""``, ``"non-reentrant"`` or ``"reentrant"``: activation checkpointing of the decoder layers.
@@ -69,6 +71,7 @@ class Case:
     tiled_loss: bool = False
     scored: bool = False
     deferred: bool = False
+    shared: bool = False
     trained: tuple[float, float] = (1.0, 1.0)
     more: dict[str, Any] = field(default_factory=dict)
     checkpoint: str = ""
@@ -112,7 +115,11 @@ class Case:
         """Token ids of the ``number``-th batch of a rank; length 0 is the one dummy token that stands for no data."""
         if self.lengths[rank] == 0:
             return tokens(1, 1)
-        return tokens(2, self.lengths[rank] + self.grow * number, seed=100 * rank + number)
+        ids = tokens(2, self.lengths[rank] + self.grow * number, seed=100 * rank + number)
+        if self.shared:
+            prompt = ids.shape[1] * 3 // 4
+            ids[1, :prompt] = ids[0, :prompt]
+        return ids
 
     def loss(self, model: Callable[..., Any], rank: int, number: int) -> Tensor:
         """Loss of one batch; one token has nothing to predict, so there it is the logits."""
@@ -200,6 +207,11 @@ _USUAL = [
     Case("tiled-loss-checkpoint", LOSS, tiled_loss=True, **RECOMPUTED, micro_steps=2),
     Case("tiled-loss-lora", "tiled loss + LoRA", tiled_loss=True, adapters=HEAD_AND_QUERY),
     Case("tiled-loss-idle", LOSS, tiled_loss=True, trained=(0.3, 0.0), steps=2),
+    # The second rank's sequences are too short to share anything.
+    Case(
+        "shared-prompts", "shared prompts", shared=True, scored=True, tiled_loss=True, lengths=(40, 9), steps=2,
+        dtype=torch.float32, **RECOMPUTED,
+    ),
     Case("deferred", DEFERRED, tiled_loss=True, deferred=True, steps=2),
     # A layer that carries a state and one with attention, everything in tiles.
     Case("qwen3.5", HYBRID, "qwen3_5_text", config=SDPA, more=SAVED, **_HYBRID),
@@ -279,6 +291,8 @@ def train_alone(case: Case, dtype: torch.dtype | None = None, loss: Callable[...
 
 def tile(case: Case, model: nn.Module, rank: int) -> None:
     loss = {"loss": "tiled", "loss_tile": case.tiles[rank]} if case.tiled_loss else {}
+    if case.shared:
+        share_in_calls(model)
     report = seqtile.apply(model, tile=case.tiles[rank], path=case.path, blocks=case.blocks, **loss, **case.more)
     assert report.tiled and ("loss" in report.done) == case.tiled_loss, (report, report.left)
 

@@ -44,6 +44,7 @@ ROWS: dict[str, tuple[str, ...]] = {
     "experts": ("experts",),
     "tiled loss": ("tiled loss",),
     "logits, token scores (TRL)": ("deferred logits", "token scores (TRL)"),
+    "shared prompts (TRL)": ("shared prompts",),
     "head-wise attention": ("head-wise attention", LEFT_WHOLE),
     "chunks through decoder layers": ("chunks",),
     "layers with a state": ("layers with a state", "hybrid models"),

@@ -14,6 +14,7 @@ from seqtile import UserError
 from seqtile.blocks.instance import installed_forwards
 from seqtile.chunks.segment import ChunkForward
 from seqtile.lm_loss.tiled_loss import standing_losses
+from seqtile.shared_prompts.model import TreeCalls
 from seqtile.state.tiled_state import StateForward
 
 
@@ -96,6 +97,10 @@ class Parallel:
         for forward in chunked:
             expected = -(-longest // case.more["chunk"])
             assert not forward.refused and max(forward.chunks, 1) == expected, (forward.refused, forward.chunks)
+        hooks = [getattr(hook, "__self__", None) for inner in model.modules() for hook in inner._forward_hooks.values()]
+        shared = [hook for hook in hooks if isinstance(hook, TreeCalls)]
+        assert len(shared) == (tiled and case.shared)
+        assert all((calls.tokens < calls.tokens_apart) == (case.lengths[rank] > 20) for calls in shared)
         weights = parallel.weights()
         parallel.close()
         return Trained(history, weights)

@@ -73,8 +73,9 @@ def apart(model: nn.Module) -> dict[str, Tensor | None]:
     log_probs = []
     inner = causal_lm(model)
     for sample, prompt in zip(*samples_of(), strict=True):
-        hidden = inner.model(input_ids=sample[None], use_cache=False).last_hidden_state
-        log_probs.append(log_probs_of(inner, hidden[:, prompt - 1 : -1], sample[None, prompt:])[0])
+        ids = sample[None].to(torch.get_default_device())
+        hidden = inner.model(input_ids=ids, use_cache=False).last_hidden_state
+        log_probs.append(log_probs_of(inner, hidden[:, prompt - 1 : -1], ids[:, prompt:])[0])
     return finish(model, log_probs)
 
 
@@ -82,7 +83,7 @@ def together(model: nn.Module, row: TreeRow | None = None) -> dict[str, Tensor |
     """All of them in one row."""
     model.zero_grad()
     inner = causal_lm(model)
-    row = tree_row(*samples_of()) if row is None else row
+    row = tree_row(*samples_of(), device=torch.get_default_device()) if row is None else row
     hidden = inner.model(**row.inputs).last_hidden_state
     return finish(model, row.of_samples(log_probs_of(inner, hidden, row.labels)))
 
@@ -137,7 +138,7 @@ def test_row_is_one_row_per_sample(family: str) -> None:
     expected = apart(build(family))
     model = build(family)
     shared = share_prompts(model)
-    row = tree_row(*samples_of())
+    row = tree_row(*samples_of(), device=torch.get_default_device())
     got = together(model, row)
     assert (shared.tokens, shared.tokens_apart) == (row.tokens, row.tokens_apart)
     assert_all_no_worse(got, expected, truth_of(family), factor=FACTORS.get(family, 4.0), floor=2e-6)
@@ -171,7 +172,7 @@ def test_with_every_technique(family: str, number: int, shared_first: bool) -> N
     report = seqtile.apply(model, **settings)
     if not shared_first:
         share_prompts(model)
-    row = tree_row(*samples_of())
+    row = tree_row(*samples_of(), device=torch.get_default_device())
     got = together(model, row)
     assert_all_no_worse(got, expected, truth_of(family), factor=4.0, floor=2e-6)
     forwards = [forward for forward in installed_forwards(model) if isinstance(forward, TiledForward | TiledLayer)]

@@ -98,11 +98,11 @@ def tree_row(
     masks = [_mask(row, None if scored is None else scored[number]) for number, row in enumerate(rows)]
     forest = _Forest(rows, shortest)
     places_of = forest.places()
-    ids, positions = torch.empty(forest.tokens, dtype=torch.long), torch.empty(forest.tokens, dtype=torch.long)
-    labels = torch.full((forest.tokens,), IGNORED)
+    ids, positions = torch.empty(2, forest.tokens, dtype=torch.long, device="cpu")
+    labels = torch.full((forest.tokens,), IGNORED, device="cpu")
     predicted_at = []
     for row, mask, places in zip(rows, masks, places_of, strict=True):
-        ids[places], positions[places] = row, torch.arange(len(row))
+        ids[places], positions[places] = row, torch.arange(len(row), device="cpu")
         at = places[:-1][mask[1:]]
         labels[at] = row[1:][mask[1:]]
         predicted_at.append(at)
@@ -115,7 +115,7 @@ def tree_row(
 
 def _mask(row: Tensor, scored: int | Sequence[bool] | Tensor | None) -> Tensor:
     if scored is None or isinstance(scored, int):
-        return torch.arange(len(row)) >= (scored or 0)
+        return torch.arange(len(row), device="cpu") >= (scored or 0)
     mask = torch.as_tensor(scored, device="cpu").bool()
     if mask.shape != row.shape:
         raise ValueError(f"got a mask of shape {tuple(mask.shape)} for a sample of {len(row)} tokens")
@@ -154,7 +154,8 @@ class _Forest:
     def places(self) -> list[Tensor]:
         """Where each sample's tokens lie in the row."""
         return [
-            torch.cat([torch.arange(start, start + size) for start, size in segments]) for segments in self.segments_of
+            torch.cat([torch.arange(start, start + size, device="cpu") for start, size in segments])
+            for segments in self.segments_of
         ]
 
 

@@ -145,7 +145,7 @@ def fold_batch(input_ids: Tensor, attention_mask: Tensor | None, labels: Tensor)
         return None
     # A sample's first token is predicted by nothing.
     columns = [there.nonzero()[1:, 0][mask[1:]] for there, mask in zip(real, scored, strict=True)]
-    samples = torch.arange(len(ids)).repeat_interleave(torch.tensor(row.counts))
+    samples = torch.arange(len(ids), device="cpu").repeat_interleave(torch.tensor(row.counts, device="cpu"))
     device = input_ids.device
     return Fold(row, (ids.shape[0], ids.shape[1]), samples.to(device), torch.cat(columns).to(device))
 

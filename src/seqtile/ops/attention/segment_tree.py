@@ -9,7 +9,6 @@ are joined by their log-sum-exp, in the forward and in the backward (:mod:`seqti
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -25,30 +24,29 @@ from seqtile.ops.rng import Autocast
 from seqtile.ops.token_tiles import refuse_second_derivative
 
 
-@dataclass(frozen=True, eq=False)
 class SegmentTable:
     """Segments of one row, each behind its parent.
 
-    Attributes:
+    Engines copy dataclasses among a module's arguments, so it is none: its identity goes through a model.
+
+    Args:
         starts: first token of each segment, ascending from 0.
         parents: number of the segment that each continues; -1 for a root.
         tokens: of the row.
         tokens_apart: of the samples, each prefix as often as it is there.
+
+    Attributes:
         attended: which layers' mixers have read the table.
 
     Raises:
         ValueError: the segments are not in depth-first order.
     """
 
-    starts: tuple[int, ...]
-    parents: tuple[int, ...]
-    tokens: int
-    tokens_apart: int = 0
-    attended: set[Any] = field(default_factory=set)
-
-    def __post_init__(self) -> None:
+    def __init__(self, starts: tuple[int, ...], parents: tuple[int, ...], tokens: int, tokens_apart: int = 0) -> None:
+        self.starts, self.parents, self.tokens, self.tokens_apart = starts, parents, tokens, tokens_apart
+        self.attended: set[Any] = set()
         path: list[int] = []
-        for number, parent in enumerate(self.parents):
+        for number, parent in enumerate(parents):
             while path and path[-1] != parent:
                 path.pop()
             if parent != -1 and not path:
