@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from numerics._errors import assert_all_no_worse
+from seqtile.counting.live import count_live_bytes
 from seqtile.ops.attention import piece_kernels, segment_tree
 from seqtile.ops.attention.piece_kernels import Plain
+from seqtile.ops.attention.prefix import KeyValues, Visible, prefix_attention
 from seqtile.ops.attention.segment_tree import SegmentTable, tree_attention
 
 TREES = {
@@ -157,6 +159,31 @@ def test_products_are_those_of_the_seen_scores(monkeypatch: pytest.MonkeyPatch) 
     q, k, v = operands(160, torch.float32).values()
     tree_attention(q, k, v, segments, scale=0.3)
     assert sorted(calls) == [*[(answer, answer, True)] * answers, (prompt, prompt, True), (96, prompt, False)]
+
+
+def test_a_window_is_on_the_device_of_its_queries() -> None:
+    """Of chunks too, which have the same pieces: on any device but the CPU a mask of a window was on the CPU."""
+    segments = table_of("a group")
+    q, k, v = (tensor.to("meta").requires_grad_() for tensor in operands(66, torch.float32).values())
+    chunk = prefix_attention(q, k, v, KeyValues(66), Visible(0, 0, 66, 13), scale=0.3)
+    for output in (tree_attention(q, k, v, segments, scale=0.3, window=13), chunk):
+        output.sum().backward()
+        assert output.is_meta and q.grad is not None
+
+
+def test_no_keys_are_gathered() -> None:
+    """Twelve more answers cost memory for their own tokens, in forward and backward, and none for the prompt's keys."""
+    prompt, answer, peaks = 2048, 8, []
+    for answers in (4, 16):
+        size = prompt + answers * answer
+        segments = SegmentTable((0, *range(prompt, size, answer)), (-1, *[0] * answers), size)
+        q, k, v = (tensor.requires_grad_() for tensor in operands(size, torch.float32).values())
+        gradient = torch.ones(1, 6, size, 12)
+        with count_live_bytes("cpu") as live:
+            tree_attention(q, k, v, segments, scale=0.3).backward(gradient)
+        peaks.append(live.peak)
+    of_token = 4 * (6 * 16 + 2 * (16 + 12) + 6 * 12)  # its query, keys, values and output
+    assert peaks[1] - peaks[0] <= 4 * 12 * answer * of_token < 12 * prompt * 4 * 2 * (16 + 12)
 
 
 @pytest.mark.parametrize(("starts", "parents"), [((0, 3, 6, 9), (-1, 0, -1, 0)), ((0, 3), (1, -1))])

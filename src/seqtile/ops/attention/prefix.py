@@ -165,11 +165,11 @@ class Visible:
             yield first, min(first + step, self.end)
 
     def pieces(
-        self, first: int, last: int, dtype: torch.dtype, *, at_once: int
+        self, first: int, last: int, like: Tensor, *, at_once: int
     ) -> Iterator[tuple[int, int, bool, Tensor | None]]:
-        """(first key, one beyond the last, causal, bias or None) for queries ``first`` to ``last``."""
+        """(first key, one beyond the last, causal, bias or None) for queries ``first`` to ``last`` of ``like``."""
         if self.mask is not None:
-            yield from self._masked_pieces(self.mask, first, last, dtype)
+            yield from self._masked_pieces(self.mask, first, last, like.dtype)
             return
         low = self.begin if self.window is None else max(self.begin, first - self.window + 1)
         needs_mask = self.window is not None and last - low > self.window
@@ -180,18 +180,18 @@ class Visible:
             return
         for key in (*range(low, first, MASKED_KEYS), *range(first, last, MASKED_KEYS)):
             end = min(key + MASKED_KEYS, first if key < first else last)
-            yield key, end, False, self._bias(first, last, key, end, dtype)
+            yield key, end, False, self._bias(first, last, key, end, like)
 
-    def _bias(self, first: int, last: int, key: int, end: int, dtype: torch.dtype) -> Tensor | None:
+    def _bias(self, first: int, last: int, key: int, end: int, like: Tensor) -> Tensor:
         """The bias of one piece, ``[B or 1, 1, t, s]``."""
-        device = None if self.padding is None else self.padding.device
+        device = like.device
         distance = torch.arange(first, last, device=device)[:, None] - torch.arange(key, end, device=device)
         seen = (distance >= 0)[None, None]
         if self.window is not None:
             seen = seen & (distance < self.window)
         if self.padding is not None:
             seen = seen & (self.padding[:, None, None, key:end] | (distance == 0))
-        return torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, -torch.inf)
+        return torch.zeros(seen.shape, dtype=like.dtype, device=device).masked_fill_(~seen, -torch.inf)
 
     def _masked_pieces(
         self, mask: GivenMask, first: int, last: int, dtype: torch.dtype
@@ -262,7 +262,7 @@ class _PrefixAttention(torch.autograd.Function):
             rows = slice(first - visible.start, last - visible.start)
             queries = q[:, :, rows]
             joined: tuple[Tensor, Tensor] | None = None
-            for a, b, causal, bias in visible.pieces(first, last, q.dtype, at_once=at_once):
+            for a, b, causal, bias in visible.pieces(first, last, q, at_once=at_once):
                 piece = Piece(scale, causal, bias, softcap)
                 of_piece = piece_kernels.forward(queries, keys[:, :, a:b], values[:, :, a:b], piece)
                 if joined is None:
@@ -298,7 +298,7 @@ class _PrefixAttention(torch.autograd.Function):
         for first, last in visible.query_ranges():
             rows = slice(first - visible.start, last - visible.start)
             chunk = [x[:, :, rows] for x in (grad, q, output, lse)]
-            for a, b, causal, bias in visible.pieces(first, last, q.dtype, at_once=at_once):
+            for a, b, causal, bias in visible.pieces(first, last, q, at_once=at_once):
                 of_queries, of_keys, of_values = piece_kernels.backward(
                     chunk[0], chunk[1], keys[:, :, a:b], values[:, :, a:b], chunk[2], chunk[3],
                     Piece(scale, causal, bias, softcap),

@@ -274,9 +274,9 @@ def _windowed_pieces(segments: SegmentTable, window: int | None, scale: float, s
             visible = Visible(0, begin, min(begin + MASKED_KEYS, position + end - start), window)
             for first, last in visible.query_ranges():
                 pieces = []
-                for low, high, causal, bias in visible.pieces(first, last, like.dtype, at_once=MASKED_KEYS):
+                for low, high, causal, bias in visible.pieces(first, last, like, at_once=MASKED_KEYS):
                     for part, keys in segments.rows_of(number, low, high):
-                        of_part = None if bias is None else bias[..., part].to(like.device)
+                        of_part = None if bias is None else bias[..., part]
                         pieces.append((keys, Piece(scale, causal, of_part, softcap)))
                 yield slice(start + first - position, start + last - position), pieces
 
