@@ -185,3 +185,19 @@ def batch_of(model: nn.Module, *every: Mapping[str, Tensor], rows: int = 2, text
     if family in ("gemma3", "paligemma"):
         batch["token_type_ids"] = kind.masked_fill(padded == IMAGE, 1) if family == "gemma3" else kind
     return batch
+
+
+def sound_model(dtype: torch.dtype) -> nn.Module:
+    """A tiny Qwen2.5-Omni, the part that listens."""
+    from transformers import Qwen2_5OmniThinkerConfig, Qwen2_5OmniThinkerForConditionalGeneration
+
+    torch.manual_seed(0)
+    layers = dict(encoder_layers=2, encoder_attention_heads=4, encoder_ffn_dim=52, d_model=24)
+    vision = FAMILIES["qwen2_5_vl"]["vision_config"]
+    config = Qwen2_5OmniThinkerConfig(
+        text_config={**_NARROW, **_ROPE_10},
+        vision_config=vision,
+        audio_config=dict(num_mel_bins=12, n_window=5, output_dim=40, max_source_positions=64, **layers),
+        pad_token_id=0,
+    )
+    return Qwen2_5OmniThinkerForConditionalGeneration(config).to(dtype).train()

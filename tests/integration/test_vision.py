@@ -12,11 +12,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import seqtile
 from seqtile._errors import UserError
 from seqtile.counting.live import count_live_bytes
 from seqtile.vision.install_vision import Vision, installed_towers, remove_vision
 from seqtile.vision.tower import VisionTower
-from vision_zoo import BY_GRID, FAMILIES, VIDEOS, batch_of, owner_of, picture_model, pixels_of
+from vision_zoo import BY_GRID, FAMILIES, VIDEOS, batch_of, owner_of, picture_model, pixels_of, sound_model
 from zoo import assert_same_gradients, gradients
 
 CALLS = [(family, video) for family in FAMILIES for video in (False, True) if not video or family in VIDEOS]
@@ -31,6 +32,10 @@ def in_groups_of(model: nn.Module, group: int | str) -> VisionTower:
     changes = Vision.install(model, SimpleNamespace(vision=group))
     assert len(changes) == 1
     return changes[0].tower
+
+
+def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.message for record in caplog.records if record.name.startswith("seqtile")]
 
 
 def dtype_of(family: str) -> torch.dtype:
@@ -76,6 +81,24 @@ def test_pictures_and_videos_in_one_batch(family: str) -> None:
     _, expected = gradients(model, batch)
     tower = in_groups_of(model, 2)
     assert_same_gradients(gradients(model, batch)[1], expected)
+    assert tower.groups == 3
+
+
+def test_sounds_run_in_groups_of_clips() -> None:
+    model = sound_model(torch.float64)
+    sounds = torch.randn(3, 12, 40, generator=torch.Generator().manual_seed(1)).double()
+    mask = (torch.arange(40) < torch.tensor([[40], [32], [20]])).long()
+    weights = {name: weight for name, weight in model.named_parameters() if "audio_tower" in name}
+
+    def step() -> dict[str, Tensor | None]:
+        result = model.get_audio_features(sounds, feature_attention_mask=mask, return_dict=True)  # type: ignore[operator]
+        rows = result.pooler_output if result.pooler_output is not None else result.last_hidden_state
+        total = (rows * torch.linspace(0, 1, rows.numel()).reshape(rows.shape)).sum()
+        return dict(zip(weights, torch.autograd.grad(total, [*weights.values()], allow_unused=True), strict=True))
+
+    expected = step()
+    tower = in_groups_of(model, 1)
+    assert_same_gradients(step(), expected)
     assert tower.groups == 3
 
 
@@ -223,7 +246,7 @@ def test_pictures_that_see_each_other_are_left_whole_and_named(caplog: pytest.Lo
     with caplog.at_level(logging.WARNING):
         _, got = gradients(model, batch)
     assert tower.groups == 0 and tower.why_idle
-    assert any("model" in record.message for record in caplog.records)
+    assert any("model" in message for message in warned(caplog))
     assert_same_gradients(got, expected)
 
 
@@ -260,10 +283,10 @@ def test_a_batch_that_is_one_group_warns_where_its_size_was_asked_for(
     text["input_ids"] = text["input_ids"].clamp(max=20)
     with caplog.at_level(logging.WARNING):
         gradients(model, text)
-        assert not caplog.records, "a step without pictures tells nothing"
+        assert not warned(caplog), "a step without pictures tells nothing"
         for _ in range(2):
             gradients(model, batch)
-    assert len(caplog.records) == warns
+    assert len(warned(caplog)) == warns
 
 
 def test_a_number_of_frames_needs_a_tower() -> None:
@@ -347,3 +370,40 @@ def test_sixty_four_frames_take_the_memory_of_four_and_their_features(family: st
     # Features are there once, and once as parts that are joined or as gradients, and as what the square keeps.
     assert of_all <= of_four + 3 * (features - few) + sums, (of_four, of_all, features, whole)
     assert of_all < whole / 2
+
+
+TOGETHER: dict[str, dict[str, Any]] = {
+    "loss": dict(loss="tiled", loss_tile=5),
+    "attention-saved": dict(checkpoint="attention-saved"),
+    "offload": dict(checkpoint="layer", offload=True),
+    "heads": dict(heads=1),
+    "chunk": dict(chunk=8),
+    "projections": dict(tile=8, blocks="mlp+norm+projections"),
+    "all": dict(tile=8, loss="tiled", loss_tile=5, checkpoint="attention-saved", offload=True, heads=1),
+}
+PICTURES_SEE_EACH_OTHER = ("gemma3", "paligemma")
+"""In their language models, so that chunks run whole."""
+
+
+@pytest.mark.parametrize("technique", TOGETHER)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_technique_is_exact_and_has_an_effect_with_pictures_in_the_sequence(
+    family: str, technique: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = TOGETHER[technique]
+    dtype = dtype_of(family)
+    model = picture_model(family, dtype)
+    batch: dict[str, Any] = batch_of(model, pixels_of(family, 5, dtype, video=family in VIDEOS))
+    batch["use_cache"] = False
+    if "checkpoint" in options:
+        model.gradient_checkpointing_enable()  # type: ignore[operator]
+    loss, expected = gradients(model, batch)
+    with caplog.at_level(logging.WARNING):
+        seqtile.apply(model, **(options if "tile" in options else {"blocks": "none", **options}))
+        tower = in_groups_of(model, 2)
+        got_loss, got = gradients(model, batch)
+    assert tower.groups == 3
+    torch.testing.assert_close(got_loss.to(loss.dtype), loss)  # untiled, a loss is in fp32
+    assert_same_gradients(got, expected)
+    without_effect = technique == "chunk" and family in PICTURES_SEE_EACH_OTHER
+    assert bool(warned(caplog)) == without_effect, caplog.text

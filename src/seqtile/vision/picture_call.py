@@ -201,7 +201,9 @@ class SinglePictures(Units):
         return {**self.call.arguments, **dict(zip(self._cut, tensors, strict=True)), **lists}
 
     def patches(self, patch_size: int) -> list[int]:
-        per_picture = self.call.pixels[0].numel() // (self.call.pixels.shape[-3] * patch_size**2)
+        pixels = self.call.pixels
+        of_sound = pixels.shape[-1]
+        per_picture = of_sound if pixels.dim() == 3 else pixels[0].numel() // (pixels.shape[-3] * patch_size**2)
         return [max(1, per_picture)] * len(self.rows)
 
 
