@@ -29,7 +29,7 @@ def main(words: list[str] | None = None) -> None:
     model = AutoModelForImageTextToText.from_pretrained(options.model, dtype="auto").to(device)
     model = get_peft_model(model, LoraConfig(r=16, target_modules=LANGUAGE_MODEL))
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    print(seqtile.apply(model, loss="tiled"))  # language model and projector; the vision tower is left alone
+    print(seqtile.apply(model, loss="tiled", vision="auto"))  # the frozen tower keeps its features alone
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
 
     rows = load_dataset("json", data_files=options.dataset, split="train")

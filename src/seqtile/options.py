@@ -123,6 +123,10 @@ class TilingOptions:
     segment: int = option(
         1, "Decoder layers that run on a chunk together", commands=("train", "plan"), metavar="N", least=1
     )
+    vision: int | str | None = option(
+        None, "Frames or pictures per group of the vision tower, or auto (default whole)", commands=(), plan=False,
+        file=int | Literal["auto"] | None,
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         for name in ("only", "trust"):
@@ -155,9 +159,10 @@ class TilingOptions:
             self.loss_rule  # noqa: B018
         except (TypeError, ValueError) as error:
             raise UserError(str(error).replace("tile=", "loss_tile=", 1)) from None
-        heads = self.heads
-        if heads not in (None, "auto") and (isinstance(heads, bool) or not isinstance(heads, int) or heads < 1):
-            raise UserError(f"got heads={heads!r}, expected 'auto', an int of at least 1, or None")
+        for name in ("heads", "vision"):
+            value = getattr(self, name)
+            if value not in (None, "auto") and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise UserError(f"got {name}={value!r}, expected 'auto', an int of at least 1, or None")
         for name in ("state", "chunk"):
             value = getattr(self, name)
             if isinstance(value, str) and value.isdecimal():  # a flag's
@@ -176,7 +181,8 @@ class TilingOptions:
     @property
     def beside_blocks(self) -> bool:
         """Whether anything is asked for that is not about blocks."""
-        return bool(self.loss or self.checkpoint or self.offload or self.heads or self.state or self.chunk)
+        asked = (self.loss, self.checkpoint, self.offload, self.heads, self.state, self.chunk, self.vision)
+        return any(asked)
 
     @cached_property
     def tile_rule(self) -> TileRule:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 import seqtile
 from seqtile._errors import UserError
 from seqtile.counting.live import count_live_bytes
-from seqtile.vision.install_vision import Vision, installed_towers, remove_vision
+from seqtile.vision.install_vision import VisionTechnique
 from seqtile.vision.tower import VisionTower
 from vision_zoo import BY_GRID, FAMILIES, VIDEOS, batch_of, owner_of, picture_model, pixels_of, sound_model
 from zoo import assert_same_gradients, gradients
@@ -29,13 +28,14 @@ THREE_KINDS = ("qwen3_vl", "llava", "smolvlm")
 
 
 def in_groups_of(model: nn.Module, group: int | str) -> VisionTower:
-    changes = Vision.install(model, SimpleNamespace(vision=group))
-    assert len(changes) == 1
-    return changes[0].tower
+    seqtile.apply(model, blocks="none", vision=group)
+    (tower,) = VisionTechnique.standing(model)
+    return tower
 
 
 def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.message for record in caplog.records if record.name.startswith("seqtile")]
+    ours = [record for record in caplog.records if record.name.startswith("seqtile")]
+    return [record.message for record in ours if record.levelno >= logging.WARNING]
 
 
 def dtype_of(family: str) -> torch.dtype:
@@ -294,9 +294,9 @@ def test_a_number_of_frames_needs_a_tower() -> None:
 
     model = causal_lm("llama")
     with pytest.raises(UserError):
-        Vision.check(model, SimpleNamespace(vision=4))
-    Vision.check(model, SimpleNamespace(vision="auto"))
-    assert Vision.install(model, SimpleNamespace(vision="auto")) == []
+        seqtile.apply(model, blocks="none", vision=4)
+    seqtile.apply(model, blocks="none", vision="auto")
+    assert VisionTechnique.standing(model) == []
 
 
 @pytest.mark.parametrize("family", THREE_KINDS)
@@ -325,10 +325,10 @@ def test_a_copy_runs_its_own_tower_and_removal_leaves_no_trace() -> None:
     tower = in_groups_of(model, 1)
     copied = copy.deepcopy(model)
     gradients(copied, batch)
-    assert tower.groups == 0 and installed_towers(copied)[0].groups == 3
+    assert tower.groups == 0 and VisionTechnique.standing(copied)[0].groups == 3
     in_groups_of(model, 2)
-    assert [again.group for again in installed_towers(model)] == [2]
-    remove_vision(model)
+    assert [again.group for again in VisionTechnique.standing(model)] == [2]
+    assert seqtile.undo(model) == 0
     assert {name: {*module.__dict__} for name, module in model.named_modules()} == before
     assert not any(module._forward_hooks for module in model.modules())
 
@@ -399,8 +399,8 @@ def test_every_technique_is_exact_and_has_an_effect_with_pictures_in_the_sequenc
         model.gradient_checkpointing_enable()  # type: ignore[operator]
     loss, expected = gradients(model, batch)
     with caplog.at_level(logging.WARNING):
-        seqtile.apply(model, **(options if "tile" in options else {"blocks": "none", **options}))
-        tower = in_groups_of(model, 2)
+        seqtile.apply(model, **(options if "tile" in options else {"blocks": "none", **options}), vision=2)
+        (tower,) = VisionTechnique.standing(model)
         got_loss, got = gradients(model, batch)
     assert tower.groups == 3
     torch.testing.assert_close(got_loss.to(loss.dtype), loss)  # untiled, a loss is in fp32

@@ -41,6 +41,7 @@ def apply(
     state: int | str | None = None,
     chunk: int | str | None = None,
     segment: int = 1,
+    vision: int | str | None = None,
 ) -> Report:
     """Run every position-wise block of ``model`` over tiles of tokens, in place.
 
@@ -49,8 +50,9 @@ def apply(
     adapters are added, and before an engine (DDP, FSDP, DeepSpeed) wraps the model.
 
     A second call replaces what it asks for: the blocks (unless ``blocks="none"``), and each of ``loss``, ``checkpoint``
-    with ``offload``, ``heads``, ``state`` and ``chunk`` that it gives. What it does not ask for stays, as does all of
-    the first call if the second one is refused. :func:`fit` asks for everything; :func:`undo` takes everything off.
+    with ``offload``, ``heads``, ``state``, ``chunk`` and ``vision`` that it gives. What it does not ask for stays, as
+    does all of the first call if the second one is refused. :func:`fit` asks for everything; :func:`undo` takes
+    everything off.
 
     Args:
         model: any ``nn.Module`` with position-wise blocks, on any device, the meta device included.
@@ -107,6 +109,10 @@ def apply(
         segment: decoder layers that run on a chunk together. The input of a segment is kept instead of each layer's,
             and keys, values and states of its layers; one chunk's activations in all of them are alive in its
             backward. Needs ``chunk``; acts as 1 under engines that free a layer's weights (FSDP, ZeRO-3).
+        vision: frames or pictures per group of the vision tower: what the model computes from pixels to image tokens
+            runs on one group after another, each recomputed in backward; of a frozen tower only the features are kept.
+            ``"auto"``: as many as have 2,048 patches, at least one; None: the tower runs whole. A trial at the first
+            call decides whether frames, or whole videos, see each other; a warning names a tower that runs whole.
 
     Returns:
         Report: what was tiled, what was not, and why.
@@ -123,7 +129,7 @@ def apply(
     options = TilingOptions(
         tile=tile, only=only, trust=trust, blocks=blocks, path=path, keep=keep, loss=loss, loss_tile=loss_tile,
         loss_impl=loss_impl, checkpoint=checkpoint, offload=offload, heads=heads, state=state,
-        chunk=chunk, segment=segment,
+        chunk=chunk, segment=segment, vision=vision,
     )  # fmt: skip
     return apply_options(model, options)
 
@@ -139,7 +145,8 @@ def apply_options(model: nn.Module, options: TilingOptions, *, others_stay: bool
     check_combination(Combination(options))
     wanted = wanted_techniques(options)
     if not wanted:
-        raise UserError("blocks='none' leaves nothing to do; add loss, checkpoint, offload, heads, state or chunk")
+        techniques = "loss, checkpoint, offload, heads, state, chunk or vision"
+        raise UserError(f"blocks='none' leaves nothing to do; add {techniques}")
     expect_module(model, "apply")
     refuse_wrapped(model)
     standing = [technique for technique in known_techniques() if technique.standing(model)]

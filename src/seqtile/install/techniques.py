@@ -41,6 +41,7 @@ _ENTRIES = (
         "CheckpointTechnique", "checkpointing.policies",
     ),
     _Entry(lambda asked: asked.loss is not None, "lm_loss.tiled_loss", "LossTechnique", "lm_loss.tiled_loss"),
+    _Entry(lambda asked: asked.vision is not None, "vision.install_vision", "VisionTechnique", "vision.tower"),
 )  # fmt: skip
 """In the order of installation: a replaced forward of a layer is put over those of the techniques above it."""
 

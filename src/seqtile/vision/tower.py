@@ -80,6 +80,11 @@ class VisionTower(StandIn):
             logger.warning("vision=%s had no effect in the first training step: %s", self.group, self.why_idle)
 
     @property
+    def effect(self) -> str:
+        """What it did in the steps so far, or ""."""
+        return f"vision tower: {self.units} in up to {self.groups:,} groups" if self.groups > 1 else ""
+
+    @property
     def why_idle(self) -> str:
         """Why no call ran in groups so far; "" where one did, or where ``"auto"`` found one group enough."""
         if self.groups > 1:
