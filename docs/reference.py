@@ -44,7 +44,8 @@ def page() -> str:
 
 def keys_and_flags() -> str:
     root: Any = typer.main.get_command(build_app())
-    parts = [RECIPE, *_keys(root.commands["train"]), "", "### `lora`", "", *_table(LoraRecipe, {}), "", "## Flags", ""]
+    parts = [RECIPE, *_table(Recipe), "", "### Tiling", "", *_table(OptionKeys)]
+    parts += ["", "### `lora`", "", *_table(LoraRecipe), "", "## Flags", ""]
     parts += ["Flags take `-` and `_` alike."]
     for name, command in _commands("seqtile", root):
         parts += ["", f"### {name}", "", command.help.split("\n\n")[0].replace("\n", " "), ""]
@@ -57,16 +58,7 @@ def keys_and_flags() -> str:
     return "\n".join(parts) + "\n"
 
 
-def _keys(train: Any) -> Iterator[str]:
-    flags = {one.name: one for one in train.params}
-    yield from _table(Recipe, flags)
-    yield ""
-    yield "### Tiling"
-    yield ""
-    yield from _table(OptionKeys, flags)
-
-
-def _table(schema: Any, flags: dict[str, Any]) -> Iterator[str]:
+def _table(schema: Any) -> Iterator[str]:
     yield "| key | type | default | other names | meaning |"
     yield "|---|---|---|---|---|"
     named = {**NAMED_TRAINER_KEYS, **NAMED_MODEL_KEYS}
@@ -76,9 +68,9 @@ def _table(schema: Any, flags: dict[str, Any]) -> Iterator[str]:
         others = [f"`{name}`" for name, ours in named.items() if ours == key and name != key]
         others += [f"`{name}`" for name in PEERS.get(key, [])]
         default = field.get_default(call_default_factory=True)
-        words = field.description or (WRITTEN[key].help if key in WRITTEN else getattr(flags.get(key), "help", ""))
+        words = field.description or WRITTEN[key].help
         shown = "" if default is None else f"`{default}`"
-        yield f"| `{key}` | {_type(field.annotation)} | {shown} | {', '.join(others)} | {_cell(words or '')} |"
+        yield f"| `{key}` | {_type(field.annotation)} | {shown} | {', '.join(others)} | {_cell(words)} |"
 
 
 def _type(annotation: Any) -> str:

@@ -14,7 +14,7 @@ import pytest
 from transformers import CONFIG_MAPPING, AutoConfig
 
 import plan_published
-from seqtile.cli.option_flags import options_of
+from seqtile.cli.flags import options_of
 from seqtile.planner.accelerators import Device
 from seqtile.planner.memory_plan import Planner
 from seqtile.planner.request import Request

@@ -489,7 +489,7 @@ def test_ctrl_c_is_answered(monkeypatch, capsys):
     def pressed(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("seqtile.train.recipe.read_recipe", pressed)
+    monkeypatch.setattr("seqtile.cli.train_command.read_recipe", pressed)
     assert main(["train", "--recipe", "any.yaml"]) == 130
     assert capsys.readouterr().err == "seqtile: interrupted; nothing else was saved\n"
 

@@ -8,7 +8,7 @@ import json
 import re
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +18,7 @@ import pytest
 import seqtile
 from seqtile import UserError
 from seqtile.cli import main
-from seqtile.cli.option_flags import takes_options
+from seqtile.cli.flags import flag, option_flags, takes
 from seqtile.install.apply import apply_options
 from seqtile.options import DEFAULTS, WHOLE_LAYER, WRITTEN, TilingOptions
 from seqtile.planner import memory_plan
@@ -52,7 +52,7 @@ assert text.count(before) == 1
 module = sys.modules["seqtile.options"] = seqtile.options = types.ModuleType("seqtile.options")
 exec(compile(text.replace(before, sys.argv[2] + "\\n" + before), "options.py", "exec"), module.__dict__)
 
-from seqtile.cli import main
+from seqtile.cli import main, train_command
 from seqtile.train import recipe as recipes
 
 found = {}
@@ -116,7 +116,7 @@ def build(values, flags):
     found["train"] = flags["dummy"]
     raise SystemExit
 
-recipes.build_recipe = build
+train_command.build_recipe = build
 main(["train", "--dummy", "9"])
 print(json.dumps(found))
 """
@@ -328,11 +328,17 @@ def test_records_are_values() -> None:
 
 
 def test_flags_come_where_the_command_has_its_options() -> None:
-    @takes_options("plan", suffixes={"tile": ", or none"})
-    def command(first: int = 1, options: Any = None, last: int = 2) -> None:
-        """Help."""
+    @dataclass
+    class Flags:
+        first: int = flag(1, "First")
+        options: dict[str, Any] = field(default_factory=dict)
+        last: int = flag(2, "Last")
 
+    received: list[Flags] = []
+    command = takes(Flags, options=option_flags("plan", suffixes={"tile": ", or none"}))(received.append)
     names = [*inspect.signature(command).parameters]
     flags = [name for name, how in WRITTEN.items() if "plan" in how.commands]
+    command(first=3, last=4, **{**dict.fromkeys(flags), "tile": "8"})
+    assert received == [Flags(3, {"tile": "8"}, 4)]
     assert names == ["first", *flags, "last"] and {"tile", "keep", "checkpoint"} <= {*flags}
     assert inspect.signature(command).parameters["tile"].default.help.endswith("memory:1GiB, or none.")

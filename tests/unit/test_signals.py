@@ -68,7 +68,7 @@ def test_the_exit_code_says_which_signal(number: signal.Signals, code: int, monk
     def stopped(*_: object) -> None:
         raise StoppedAtOnce(number)
 
-    monkeypatch.setattr("seqtile.train.recipe.read_recipe", stopped)
+    monkeypatch.setattr("seqtile.cli.train_command.read_recipe", stopped)
     assert main(["train", "--recipe", "any.yaml"]) == exit_code(number) == code
     assert capsys.readouterr().err == "seqtile: interrupted; nothing else was saved\n"
 

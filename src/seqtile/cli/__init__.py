@@ -34,8 +34,8 @@ OTHER_RANKS_WAIT = 5.0
 """Seconds that the other processes of a launch leave the first one to say what is wrong."""
 
 
-def build_app() -> typer.Typer:
-    """The command line, with every command registered."""
+def build_app(names: Sequence[str] = COMMANDS) -> typer.Typer:
+    """The command line, with the commands of these names."""
     app = typer.Typer(
         name="seqtile",
         cls=OneSentence,
@@ -51,7 +51,7 @@ def build_app() -> typer.Typer:
         },
     )
     app.callback()(_root)
-    for name in COMMANDS:
+    for name in names:
         module = import_module(f"seqtile.cli.{name}_command")
         example, page = EXAMPLES[name]
         epilog = f"Example: seqtile {name} {example}\n\nMore: docs/{page}, and docs/reference.md for every flag and key"
@@ -65,8 +65,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     0 for success, 1 for a run that could not go on or a length that does not fit, 2 for input that the user has to fix
     (one sentence on stderr), 130 for Ctrl-C, 143 for SIGTERM, 129 for SIGHUP.
     """
+    words = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        build_app()(list(sys.argv[1:] if arguments is None else arguments), prog_name="seqtile")
+        build_app([word for word in words[:1] if word in COMMANDS] or COMMANDS)(words, prog_name="seqtile")
         sys.stdout.flush()
     except UserError as error:
         print(f"seqtile: {_rank()}{' '.join(str(error).split())}", file=sys.stderr)

@@ -4,141 +4,78 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from math import gcd
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from seqtile._errors import RUN_ERROR, RunError, UserError
-from seqtile.cli.option_flags import options_of, takes_options
+from seqtile.cli.flags import flag, option_flags, options_of, takes
 
 if TYPE_CHECKING:
     from seqtile.planner.explain import NextSetting
+    from seqtile.planner.request import Request
     from seqtile.planner.step_config import Lora
 
 
-@takes_options(
-    "plan",
-    defaults={"loss": "tiled", "checkpoint": "auto"},
-    suffixes={"tile": ", none", "checkpoint": "; auto: what fits", "loss": "; grpo: a GRPO step, tiled"},
+@dataclass(frozen=True)
+class PlanFlags:
+    """The flags of ``seqtile plan``."""
+
+    model: str = flag(..., "config.json, model directory, Hub id, or a shape such as llama-8b or qwen3-8b", "PATH")
+    device: str = flag("h100", "h200, h100, a100-80, rtx4090, ..., or its memory such as 141GiB", "NAME")
+    gpus: int = flag(1, "Number of devices, over all nodes", "N")
+    nodes: int = flag(1, "Number of nodes", "N")
+    max_length: int = flag(None, "Tokens per sequence (default: the longest that fits)", "TOKENS")
+    engine: str = flag("single", "single, ddp, fsdp2, zero2 or zero3", "NAME")
+    sp_size: int = flag(1, "Ranks per sequence with Ulysses (zero3)", "N")
+    cp_size: int = flag(1, "Ranks per sequence with ring attention (fsdp2)", "N")
+    full: bool = flag(False, "Train every weight (default)")
+    lora: str = flag(None, "LoRA rank, or r=16,target_modules=q_proj+v_proj", "R")
+    qlora: bool = flag(False, "LoRA on 4-bit weights (default rank 16)")
+    optimizer: str = flag("adamw", "adamw, adamw-8bit, lion, sgd, sgd-momentum or adafactor", "NAME")
+    dtype: str = flag("mixed", "mixed (fp32 weights, bf16 products), bfloat16 or float32", "NAME")
+    offload: str = flag("", "To the host: checkpoints (or 64GB of them), optimizer, weights", "WHAT,..")
+    host_memory: str = flag(None, "Host memory per node, such as 1TiB", "SIZE")
+    attention: str = flag("flash", "flash, flash3, sdpa or eager", "NAME")
+    scans: str = flag("kernels", "Layers with a state run in kernels, pytorch or what is installed", "NAME")
+    liger: bool = flag(False, "Liger's norm and SwiGLU kernels (use_liger_kernel)")
+    images: int = flag(None, "Images per sequence, for vision-language models", "N")
+    image_size: str = flag(None, "Height and width of each image in pixels, 1024x768", "HxW")
+    image_tokens: int = flag(None, "Image tokens per sequence, instead of --images", "N")
+    options: dict[str, Any] = field(default_factory=dict)
+    batch_size: int = flag(1, "Sequences per rank and micro-batch", "N")
+    gradient_accumulation: int = flag(None, "Micro-batches per optimizer step (default 1; GRPO: a whole group)", "N")
+    group_size: int = flag(None, "GRPO: completions per prompt (default 8)", "N")
+    reference: bool = flag(False, "GRPO: with a reference model (beta above 0)")
+    generator: str = flag(None, "GRPO: server (default), model, colocate or sleep (vLLM on the device)", "NAME")
+    generator_memory: str = flag(None, "vLLM's share of the device: 0.3, or 24GiB", "M")
+    explain: bool = flag(False, "Print the reason for each setting")
+    json: bool = flag(False, "Print one JSON object")
+    recipe: str = flag(None, "Write a recipe for seqtile train", "FILE")
+
+
+@takes(
+    PlanFlags,
+    options=option_flags(
+        "plan",
+        defaults={"loss": "tiled", "checkpoint": "auto"},
+        suffixes={"tile": ", none", "checkpoint": "; auto: what fits", "loss": "; grpo: a GRPO step, tiled"},
+    ),
 )
-def command(
-    model: str = typer.Option(
-        ..., help="config.json, model directory, Hub id, or a shape: llama-8b, qwen3-8b, ...", metavar="PATH"
-    ),
-    device: str = typer.Option(
-        "h100", help="h200, h100, a100-80, rtx4090, ..., or its memory such as 141GiB.", metavar="NAME"
-    ),
-    gpus: int = typer.Option(1, help="Number of devices, over all nodes.", metavar="N"),
-    nodes: int = typer.Option(1, help="Number of nodes.", metavar="N"),
-    max_length: int = typer.Option(
-        None, help="Tokens per sequence (default: the longest that fits).", metavar="TOKENS"
-    ),
-    engine: str = typer.Option("single", help="single, ddp, fsdp2, zero2 or zero3.", metavar="NAME"),
-    sp_size: int = typer.Option(1, help="Ranks per sequence with Ulysses (zero3).", metavar="N"),
-    cp_size: int = typer.Option(1, help="Ranks per sequence with ring attention (fsdp2).", metavar="N"),
-    full: bool = typer.Option(False, "--full", help="Train every weight (default)."),
-    lora: str = typer.Option(None, help="LoRA rank, or r=16,target_modules=q_proj+v_proj.", metavar="R"),
-    qlora: bool = typer.Option(False, "--qlora", help="LoRA on 4-bit weights (default rank 16)."),
-    optimizer: str = typer.Option(
-        "adamw", help="adamw, adamw-8bit, lion, sgd, sgd-momentum or adafactor.", metavar="NAME"
-    ),
-    dtype: str = typer.Option(
-        "mixed", help="mixed (fp32 weights, bf16 products), bfloat16 or float32.", metavar="NAME"
-    ),
-    offload: str = typer.Option(
-        "", help="To the host: checkpoints (or 64GB of them), optimizer, weights.", metavar="WHAT,.."
-    ),
-    host_memory: str = typer.Option(None, help="Host memory per node, such as 1TiB.", metavar="SIZE"),
-    attention: str = typer.Option("flash", help="flash, flash3, sdpa or eager.", metavar="NAME"),
-    scans: str = typer.Option(
-        "kernels", help="Layers with a state run in kernels, pytorch or what is installed.", metavar="NAME"
-    ),
-    liger: bool = typer.Option(False, "--liger", help="Liger's norm and SwiGLU kernels (use_liger_kernel)."),
-    images: int = typer.Option(None, help="Images per sequence, for vision-language models.", metavar="N"),
-    image_size: str = typer.Option(None, help="Height and width of each image in pixels, 1024x768.", metavar="HxW"),
-    image_tokens: int = typer.Option(None, help="Image tokens per sequence, instead of --images.", metavar="N"),
-    options: Any = None,
-    batch_size: int = typer.Option(1, help="Sequences per rank and micro-batch.", metavar="N"),
-    gradient_accumulation: int = typer.Option(
-        None, help="Micro-batches per optimizer step (default 1; GRPO: a whole group).", metavar="N"
-    ),
-    group_size: int = typer.Option(None, help="GRPO: completions per prompt (default 8).", metavar="N"),
-    reference: bool = typer.Option(False, "--reference", help="GRPO: with a reference model (beta above 0)."),
-    generator: str = typer.Option(
-        None, help="GRPO: server (default), model, colocate or sleep (vLLM on the device).", metavar="NAME"
-    ),
-    generator_memory: str = typer.Option(None, help="vLLM's share of the device: 0.3, or 24GiB.", metavar="M"),
-    explain: bool = typer.Option(False, "--explain", help="Print the reason for each setting."),
-    json: bool = typer.Option(False, "--json", help="Print one JSON object."),
-    recipe: str = typer.Option(None, help="Write a recipe for seqtile train.", metavar="FILE"),
-) -> None:
+def command(flags: PlanFlags) -> None:
     """Estimate a step's memory and the longest sequence that fits. Needs no GPU and no weights."""
-    import logging
-    from pathlib import Path
-
-    from seqtile.models.configs import max_positions, named_positions, read_config
-    from seqtile.planner.accelerators import find_device
-    from seqtile.planner.names import check_names, split_offload
-
     # Names, numbers and paths are checked first: importing what runs the step takes seconds.
-    if full and (lora is not None or qlora):
-        raise UserError("got --full with --lora or --qlora; use one")
-    if max_length is not None and max_length < 2:
-        raise UserError(f"got --max-length {max_length}, expected at least 2 tokens")
-    if recipe is not None and not Path(recipe).expanduser().parent.is_dir():
-        raise UserError(f"--recipe {recipe!r}: its directory does not exist; create it first")
-    if recipe is not None and Path(recipe).expanduser().is_dir():
-        raise UserError(f"--recipe {recipe!r} is a directory, expected a file name")
-    size = _size_of(images, image_size, image_tokens)
-    has_pictures = images is not None or image_tokens is not None
-    policy = _policy_of(options, group_size, reference, generator, generator_memory)
-    if policy is not None:
-        options = {**options, "loss": "tiled"}
-    if gradient_accumulation is None:  # as many as make whole groups
-        gradient_accumulation = (
-            1 if policy is None else max(1, policy["group"] // gcd(policy["group"], batch_size * gpus))
-        )
-    tiling, (on_host, moved) = options_of(options), split_offload(offload, engine)
-    check_names(
-        engine=engine, attention=attention, precision=dtype, optimizer=optimizer, engine_offload=moved, gpus=gpus,
-        sp_size=sp_size, batch=batch_size, accumulation=gradient_accumulation, nodes=nodes, scans=scans,
-        cp_size=cp_size, max_length=max_length,
-    )  # fmt: skip
-    target, of_the_host = find_device(device), host_bytes(host_memory)
-    refuse_unreachable(model)
-    with status(json, "reading the model's configuration") as progress:
-        adapters = parse_adapters(lora) if lora is not None else parse_adapters("16") if qlora else None
-        from seqtile.models.rope_scaling import scale_positions, scaling_for
-        from seqtile.planner.pictures import read_pictures
-        from seqtile.planner.request import Request, refuse_encoder
-        from seqtile.planner.step_config import Grpo
-
-        logging.getLogger("transformers").setLevel(logging.ERROR)
-        config = read_config(model)
-        refuse_encoder(config, model)
-        rope_scaling, own_positions = None, named_positions(model) or max_positions(config)
-        if max_length is not None and max_length > (max_positions(config) or max_length):
-            rope_scaling = scaling_for(config, max_length)
-            if rope_scaling is not None:
-                scale_positions(config, rope_scaling, model)
-        request = Request(
-            model=model, config=config, device=target, gpus=gpus, host_memory=of_the_host, engine=engine,
-            sp_size=sp_size, cp_size=cp_size, lora=adapters, qlora=qlora, optimizer=optimizer, precision=dtype,
-            engine_offload=moved, attention=attention, options=replace(tiling, offload=on_host), batch=batch_size,
-            accumulation=gradient_accumulation, nodes=nodes, liger=liger, scans=scans,
-            grpo=None if policy is None else Grpo(**policy),
-            pictures=read_pictures(config, images, size, image_tokens) if has_pictures else None,
-            rope_scaling=rope_scaling, own_positions=own_positions,
-        )  # fmt: skip
-        if recipe is not None and not request.has_recipe:
-            raise UserError(
-                "--recipe writes a recipe for seqtile train, which trains causal language models on text; drop it, and "
-                "use the settings with seqtile.apply and a trainer of Transformers or TRL"
-            )
+    _check_flags(flags)
+    policy = _policy_of(flags)
+    settings = _checked_settings(flags, policy)
+    refuse_unreachable(flags.model)
+    with status(flags.json, "reading the model's configuration") as progress:
+        request = _request(flags, settings, policy)
         progress("running the step on shapes")
         from seqtile.cli import plan_show as show
         from seqtile.planner.explain import next_step
@@ -146,34 +83,108 @@ def command(
         from seqtile.planner.memory_plan import plan as make_plan
         from seqtile.planner.model_errors import in_one_sentence
 
-        with in_one_sentence(config):
-            planner, estimate, longest, limit, saving = make_plan(request, max_length)
-        nothing_fits = max_length is None and not longest
-        if nothing_fits and not json:
+        with in_one_sentence(request.config):
+            planner, estimate, longest, limit, saving = make_plan(request, flags.max_length)
+        nothing_fits = flags.max_length is None and not longest
+        if nothing_fits and not flags.json:
             raise RunError(why_nothing_fits(planner.request, estimate, limit))
-        fits = max_length is None or planner.fits(estimate)
+        fits = flags.max_length is None or planner.fits(estimate)
 
     def by_split() -> dict[int, int]:
-        if nodes == 1:
+        if flags.nodes == 1:
             return {}
-        with status(json, "planning other numbers of ranks per sequence"), in_one_sentence(config):
+        with status(flags.json, "planning other numbers of ranks per sequence"), in_one_sentence(request.config):
             return longest_by_split(planner)
 
     def better() -> NextSetting | None:
-        if not (json or max_length is None or not fits or not longest):
+        if not (flags.json or flags.max_length is None or not fits or not longest):
             return None
-        with status(json, "planning settings for longer sequences"):
-            return next_step(planner, longest, max_length or 0)
+        with status(flags.json, "planning settings for longer sequences"):
+            return next_step(planner, longest, flags.max_length or 0)
 
     if nothing_fits:
         show.print_object(planner, estimate, 0, limit, None, saving, better(), by_split())
         raise RunError(why_nothing_fits(planner.request, estimate, limit))
     show.show_plan(
-        planner, estimate, longest, limit, as_json=json, reasons=explain, recipe_file=recipe,
-        max_length=max_length, saving=saving, better=better, by_split=by_split,
+        planner, estimate, longest, limit, as_json=flags.json, reasons=flags.explain, recipe_file=flags.recipe,
+        max_length=flags.max_length, saving=saving, better=better, by_split=by_split,
     )  # fmt: skip
     if not fits:
         raise typer.Exit(RUN_ERROR)
+
+
+def _check_flags(flags: PlanFlags) -> None:
+    """Refuse flags that exclude each other, and a recipe that cannot be written."""
+    if flags.full and (flags.lora is not None or flags.qlora):
+        raise UserError("got --full with --lora or --qlora; use one")
+    if flags.max_length is not None and flags.max_length < 2:
+        raise UserError(f"got --max-length {flags.max_length}, expected at least 2 tokens")
+    if flags.recipe is not None and not Path(flags.recipe).expanduser().parent.is_dir():
+        raise UserError(f"--recipe {flags.recipe!r}: its directory does not exist; create it first")
+    if flags.recipe is not None and Path(flags.recipe).expanduser().is_dir():
+        raise UserError(f"--recipe {flags.recipe!r} is a directory, expected a file name")
+    _size_of(flags.images, flags.image_size, flags.image_tokens)
+
+
+def _checked_settings(flags: PlanFlags, policy: dict[str, Any] | None) -> dict[str, Any]:
+    """The fields of a request that the flags give without the model's configuration."""
+    from seqtile.planner.accelerators import find_device
+    from seqtile.planner.names import check_names, split_offload
+
+    options = options_of(flags.options if policy is None else {**flags.options, "loss": "tiled"})
+    offload, engine_offload = split_offload(flags.offload, flags.engine)
+    accumulation = flags.gradient_accumulation
+    if accumulation is None:  # as many as make whole groups
+        group = 1 if policy is None else policy["group"]
+        accumulation = max(1, group // gcd(group, flags.batch_size * flags.gpus))
+    same = ("engine", "attention", "optimizer", "gpus", "sp_size", "cp_size", "nodes", "scans")
+    named = {
+        **{name: getattr(flags, name) for name in same},
+        "precision": flags.dtype, "batch": flags.batch_size, "accumulation": accumulation,
+        "engine_offload": engine_offload,
+    }  # fmt: skip
+    check_names(**named, max_length=flags.max_length)
+    return {
+        **named, "options": replace(options, offload=offload), "device": find_device(flags.device),
+        "host_memory": host_bytes(flags.host_memory), "liger": flags.liger, "qlora": flags.qlora,
+    }  # fmt: skip
+
+
+def _request(flags: PlanFlags, settings: dict[str, Any], policy: dict[str, Any] | None) -> Request:
+    """Read the model's configuration, and scale its positions to the planned length."""
+    import logging
+
+    from seqtile.models.configs import max_positions, named_positions, read_config
+
+    adapters = "16" if flags.lora is None and flags.qlora else flags.lora
+    lora = None if adapters is None else parse_adapters(adapters)
+    from seqtile.models.rope_scaling import scale_positions, scaling_for
+    from seqtile.planner.pictures import read_pictures
+    from seqtile.planner.request import Request, refuse_encoder
+    from seqtile.planner.step_config import Grpo
+
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    config = read_config(flags.model)
+    refuse_encoder(config, flags.model)
+    rope_scaling, own_positions = None, named_positions(flags.model) or max_positions(config)
+    if flags.max_length is not None and flags.max_length > (max_positions(config) or flags.max_length):
+        rope_scaling = scaling_for(config, flags.max_length)
+        if rope_scaling is not None:
+            scale_positions(config, rope_scaling, flags.model)
+    pictures = None
+    if flags.images is not None or flags.image_tokens is not None:
+        size = _size_of(flags.images, flags.image_size, flags.image_tokens)
+        pictures = read_pictures(config, flags.images, size, flags.image_tokens)
+    request = Request(
+        model=flags.model, config=config, **settings, lora=lora, grpo=None if policy is None else Grpo(**policy),
+        pictures=pictures, rope_scaling=rope_scaling, own_positions=own_positions,
+    )  # fmt: skip
+    if flags.recipe is not None and not request.has_recipe:
+        raise UserError(
+            "--recipe writes a recipe for seqtile train, which trains causal language models on text; drop it, and "
+            "use the settings with seqtile.apply and a trainer of Transformers or TRL"
+        )
+    return request
 
 
 @contextmanager
@@ -205,30 +216,28 @@ def _size_of(count: int | None, size: str | None, tokens: int | None) -> tuple[i
     return int(sizes[1]), int(sizes[2])
 
 
-def _policy_of(
-    options: Mapping[str, Any], group: int | None, reference: bool, generator: str | None, memory: str | None
-) -> dict[str, Any] | None:
+def _policy_of(flags: PlanFlags) -> dict[str, Any] | None:
     """Parse the flags of GRPO; None for a supervised step."""
     from seqtile.planner.names import GENERATORS
 
-    grpo_flags = {"--group-size": group, "--reference": reference or None, "--generator": generator,
-             "--generator-memory": memory}  # fmt: skip
-    if options.get("loss") != "grpo":
-        if idle := [name for name, value in grpo_flags.items() if value is not None]:
-            raise UserError(f"{idle[0]} is for GRPO; add --loss grpo or drop it")
+    if flags.options.get("loss") != "grpo":
+        for name in ("group_size", "reference", "generator", "generator_memory"):
+            if getattr(flags, name) not in (None, False):
+                raise UserError(f"--{name.replace('_', '-')} is for GRPO; add --loss grpo or drop it")
         return None
-    where = "server" if generator is None else generator
+    where = "server" if flags.generator is None else flags.generator
     if where not in GENERATORS:
         raise UserError(f"got generator {where!r}, expected one of {', '.join(GENERATORS)}")
-    if memory is not None and where not in ("colocate", "sleep"):
+    if flags.generator_memory is not None and where not in ("colocate", "sleep"):
         raise UserError(
             f"--generator-memory needs a generator on the device, got generator {where!r}; add --generator colocate "
             "or sleep"
         )
-    group = 8 if group is None else group
+    group = 8 if flags.group_size is None else flags.group_size
     if group < 2:
         raise UserError(f"got group size {group}, expected at least 2 completions per prompt")
-    return {"group": group, "reference": reference, "generator": where, "memory": generator_fraction(memory)}
+    memory = generator_fraction(flags.generator_memory)
+    return {"group": group, "reference": flags.reference, "generator": where, "memory": memory}
 
 
 def generator_fraction(text: str | None) -> float | None:
@@ -272,8 +281,6 @@ def refuse_unreachable(model: str) -> None:
     Raises:
         UserError: with what would do.
     """
-    from pathlib import Path
-
     from seqtile.models.configs import NAMED, refuse_missing
     from seqtile.train.check_early import check_hub_name
 

@@ -187,11 +187,6 @@ def _lines(outcome: Outcome, comparison: Comparison | None) -> list[tuple[str, s
     return lines
 
 
-def print_plain(text: str) -> None:
-    """Text as it is, on stderr."""
-    print(text, file=sys.stderr, flush=True)
-
-
 def print_stopped(outcome: Outcome) -> None:
     """Where an interrupted run can be continued."""
     directory = shlex.quote(str(outcome.recipe.output))

@@ -6,6 +6,7 @@ import json
 import math
 import traceback
 import warnings
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,8 @@ import typer
 
 from seqtile._errors import UserError
 from seqtile._log import log_to_stderr
-from seqtile.cli.option_flags import takes_options
+from seqtile.cli.flags import flag, option_flags, recipe_flags, takes
+from seqtile.train.recipe import parse_lora
 
 if TYPE_CHECKING:
     from seqtile.train.recipe import Recipe
@@ -24,52 +26,52 @@ DIFFERS = 1
 NO_ANSWER = 70  # EX_SOFTWARE of sysexits.h: a crash must differ from "gradients differ"
 
 
-@takes_options("verify", show_default=False, defaults={"tile": "shards:8"})
-def command(
-    model: str = typer.Option(
-        ..., help="Model directory or Hub id; random weights for a config.json alone.", metavar="PATH"
-    ),
-    lora: str = typer.Option(None, help="LoRA rank, or r=16,alpha=32,dropout=0.05.", metavar="R"),
-    dtype: str = typer.Option(None, help="float32, bfloat16, float16, or auto: the checkpoint's.", metavar="NAME"),
-    tokens: int = typer.Option(
-        None, help="Tokens per sequence (default 2048, or the model's positions if fewer).", metavar="N"
-    ),
-    batch_size: int = typer.Option(1, help="Sequences.", metavar="N"),
-    options: Any = None,
-    checkpoint: str = typer.Option(
-        "layer", help="Activation checkpointing of both runs: layer or none.", metavar="NAME"
-    ),
-    seed: int = typer.Option(0, help="Seed of tokens, random weights and dropout.", metavar="N"),
-    trust_remote_code: bool = typer.Option(False, "--trust-remote-code", help="Run code from the model's repository."),
-    as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
-) -> None:
+@dataclass(frozen=True)
+class VerifyFlags:
+    """The flags of ``seqtile verify``; ``keys`` are those that ``seqtile train`` has too."""
+
+    model: str = flag(..., "Model directory or Hub id; random weights for a config.json alone", "PATH")
+    tokens: int = flag(None, "Tokens per sequence (default 2048, or the model's positions if fewer)", "N")
+    batch_size: int = flag(1, "Sequences", "N")
+    options: dict[str, Any] = field(default_factory=dict)
+    checkpoint: str = flag("layer", "Activation checkpointing of both runs: layer or none", "NAME")
+    keys: dict[str, Any] = field(default_factory=dict)
+    as_json: bool = flag(False, "Print one JSON object", names=("--json",))
+
+
+@takes(
+    VerifyFlags,
+    keys=recipe_flags("lora", "dtype", "seed", "trust_remote_code"),
+    options=option_flags("verify", show_default=False, defaults={"tile": "shards:8"}),
+)
+def command(flags: VerifyFlags) -> None:
     """Compare the gradients of a tiled and an untiled training step.
 
     Exit code 0: gradients are equal up to rounding. 1: a gradient differs; its parameter is named. 2: invalid input.
     70: the comparison failed.
     """
-    from seqtile.train.recipe import parse_lora
-
     settings = {
-        "model": model,
-        "lora": None if lora is None else parse_lora(lora),
-        "dtype": dtype,
-        "max_length": tokens,
-        "batch_size": batch_size,
-        "checkpoint": checkpoint,
-        "seed": seed,
-        "trust_remote_code": trust_remote_code,
-        **options,
-    }
+        **flags.keys, **flags.options, "model": flags.model, "batch_size": flags.batch_size,
+        "checkpoint": flags.checkpoint,
+    }  # fmt: skip
+    if "lora" in settings:
+        settings["lora"] = parse_lora(settings["lora"])
+    if flags.tokens is not None:
+        settings["max_length"] = flags.tokens
     from seqtile.train.check_early import check_model
 
-    if not (model.endswith(".json") and Path(model).expanduser().is_file()):
-        check_model(model)
+    if not (flags.model.endswith(".json") and Path(flags.model).expanduser().is_file()):
+        check_model(flags.model)
     from seqtile.train.verify_model import check, check_recipe, with_default_length
 
-    recipe = check_recipe({key: value for key, value in settings.items() if value is not None})
-    only_errors()
-    if tokens is None:
+    recipe = check_recipe(settings)
+    log_to_stderr()
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    if flags.tokens is None:
         recipe = with_default_length(recipe)
     try:
         result = check(recipe)
@@ -78,7 +80,7 @@ def command(
     except Exception:  # noqa: BLE001 (any error is shown, and is not a result)
         traceback.print_exc()
         raise typer.Exit(NO_ANSWER) from None
-    if as_json:
+    if flags.as_json:
         print(json.dumps(as_object(recipe, result), allow_nan=False))
     else:
         show(recipe, result)
@@ -188,13 +190,3 @@ def show(recipe: Recipe, result: VerifyResult) -> None:
 
 def _scientific(value: float | None, form: str = ".1e") -> str:
     return "-" if value is None else format(value, form)
-
-
-def only_errors() -> None:
-    """Our own messages on stderr; of the libraries below only errors."""
-    log_to_stderr()
-    warnings.filterwarnings("ignore", category=FutureWarning)
-    from transformers.utils import logging as transformers_logging
-
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()

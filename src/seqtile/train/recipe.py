@@ -137,6 +137,12 @@ SECRETS = ("hub_token", "push_to_hub_token", "token", "use_auth_token")
 _TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{20,}")
 
 
+def key(default: Any, help: str, metavar: str | None = None, *, listed: bool = False, **bounds: Any) -> Any:
+    """A key of a recipe that is also a flag of ``seqtile train``, in ``--help`` if ``listed``, else ``--help-all``."""
+    flag: dict[str, Any] = {"metavar": metavar, "hidden": not listed}
+    return Field(default, description=help, json_schema_extra={"flag": flag}, **bounds)
+
+
 class CheckedModel(BaseModel):
     """A part of a recipe; refuses true and false where a number is meant, and access tokens, which would be saved."""
 
@@ -249,55 +255,60 @@ class Recipe(CheckedModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
-    model: str = DEMO
-    dataset: str = DEMO
+    model: str = key(DEMO, "Model directory or Hub id (default: a demo)", "PATH", listed=True)
+    dataset: str = key(DEMO, "JSONL, CSV, Parquet or text; directory, Hub id", "PATH", listed=True)
     dataset_split: str = Field("train", description="split of a directory or a Hub dataset")
     dataset_config: str | None = Field(None, description="configuration of a directory or a Hub dataset with several")
-    eval_dataset: str | None = None
+    eval_dataset: str | None = key(None, "Dataset to evaluate on; keeps the best checkpoint", "PATH")
     eval_split: str = Field("test", description="split of eval_dataset")
     eval_config: str | None = Field(None, description="configuration of eval_dataset")
-    skip_bad_rows: bool = Field(False, description="skip and count dataset rows without trainable tokens")
-    streaming: bool = Field(False, description="read the dataset while training; needs steps")
-    output: str | None = None
+    skip_bad_rows: bool = key(False, "Skip and count dataset rows without trainable tokens")
+    streaming: bool = key(False, "Read the dataset while training; needs steps")
+    output: str | None = key(None, "Output directory (default runs/NAME)", "DIR", listed=True)
 
-    max_length: int = Field(8192, ge=2)
-    packing: bool | Literal["bfd", "bfd_split", "wrapped"] | None = None
+    max_length: int = key(8192, "Tokens per sequence", "TOKENS", listed=True, ge=2)
+    packing: bool | Literal["bfd", "bfd_split", "wrapped"] | None = key(
+        None, "Pack documents: true (bfd), bfd_split, wrapped or false", "HOW"
+    )
     options: InstanceOf[TilingOptions]
-    attention: str | None = Field(None, description="flash, flash3, sdpa, eager or a kernel on the Hub")
-    lora: LoraRecipe | None = None
-    qlora: bool = Field(False, description="LoRA on 4-bit weights; rank 16 without lora")
-    engine: Literal["single", "ddp", "fsdp2", "zero2", "zero3"] = "single"
-    nproc: int | None = Field(None, ge=1, description="processes over all nodes; None: one per accelerator")
-    sp_size: int = Field(1, ge=1, description="processes per sequence (Ulysses)")
-    cp_size: int = Field(1, ge=1, description="processes per sequence (ring attention)")
+    attention: str | None = key(None, "flash, flash3, sdpa, eager or a kernel on the Hub", "NAME")
+    lora: LoraRecipe | None = key(None, "LoRA rank, or r=16,alpha=32,dropout=0.05", "R", listed=True)
+    qlora: bool = key(False, "LoRA on 4-bit weights (default rank 16)", listed=True)
+    engine: Literal["single", "ddp", "fsdp2", "zero2", "zero3"] = key(
+        "single", "single, ddp, fsdp2, zero2 or zero3", "NAME", listed=True
+    )
+    nproc: int | None = key(None, "Processes over all nodes (default: all devices)", "N", listed=True, ge=1)
+    sp_size: int = key(1, "Processes per sequence with Ulysses, under zero3", "N", ge=1)
+    cp_size: int = key(1, "Processes per sequence with ring attention, under fsdp2", "N", ge=1)
     engine_offload: tuple[Literal["optimizer", "weights"], ...] = Field(
         (), description="what the engine keeps in host memory"
     )
 
-    steps: int | None = Field(None, ge=1)
-    epochs: float | None = Field(None, gt=0)
-    batch_size: int = Field(1, ge=1)
-    gradient_accumulation: int = Field(1, ge=1, description="micro-batches per optimizer step")
-    optimizer: str = Field(
-        "adamw", description="adamw, adamw-8bit, lion, sgd, adafactor, sgd-momentum, or one of Transformers'"
+    steps: int | None = key(None, "Optimizer steps (default: one epoch)", "N", ge=1)
+    epochs: float | None = key(None, "Passes over the dataset (default 1)", "N", gt=0)
+    batch_size: int = key(1, "Sequences per process and micro-batch", "N", ge=1)
+    gradient_accumulation: int = key(1, "Micro-batches per optimizer step", "N", ge=1)
+    optimizer: str = key(
+        "adamw", "adamw, adamw-8bit, lion, sgd, adafactor, sgd-momentum, or one of Transformers'", "NAME"
     )
-    learning_rate: float | None = Field(None, gt=0)
-    seed: int = Field(0, ge=0, lt=2**32)
-    save_steps: int | None = Field(None, ge=1)
-    eval_steps: int | None = Field(None, ge=1, description="steps between evaluations; default save_steps, or 500")
+    learning_rate: float | None = key(None, "Peak rate (default 2e-5; LoRA 2e-4)", "RATE", listed=True, gt=0)
+    seed: int = key(0, "Seed of weights, data order and dropout", "N", ge=0, lt=2**32)
+    save_steps: int | None = key(None, "Steps between checkpoints (default 500)", "N", ge=1)
+    eval_steps: int | None = key(None, "Steps between evaluations (default save_steps, or 500)", "N", ge=1)
 
-    dtype: Literal["mixed", "auto", "float32", "bfloat16", "float16"] | None = Field(
-        "mixed", description="mixed: fp32 weights (a frozen base in bf16), bf16 products; auto: the checkpoint's"
-    )
+    dtype: Literal["mixed", "auto", "float32", "bfloat16", "float16"] | None = key(
+        "mixed", "mixed (fp32 weights, or bf16 of a frozen base; bf16 products), float32, bfloat16, float16, or "
+        "auto: the checkpoint's", "NAME",
+    )  # fmt: skip
     rope_scaling: dict[str, Any] | None = Field(None, description="such as {rope_type: yarn, factor: 4}")
-    trust_remote_code: bool = False
+    trust_remote_code: bool = key(False, "Run code from the model's repository")
     model_kwargs: dict[str, Any] = Field(default_factory=dict, description="other arguments of from_pretrained")
     trainer: dict[str, Any] = Field(default_factory=dict, description="other arguments of TRL's SFTConfig")
 
     fit: bool | str | None = Field(
         None, description="choose memory settings by the plan; '16GiB' sets the device memory; None: on accelerators"
     )
-    on_oom: Literal["stop", "retry"] = "stop"
+    on_oom: Literal["stop", "retry"] = key("stop", "Out of memory: stop, or retry with smaller tiles", "WHAT")
 
     report: bool = Field(True, description="write report.json to OUTPUT/report")
 
@@ -325,6 +336,7 @@ class Recipe(CheckedModel):
     @field_validator("packing", mode="before")
     @classmethod
     def _known_packing(cls, packing: Any) -> Any:
+        packing = packing.lower() if isinstance(packing, str) else packing
         if isinstance(packing, str) and packing not in ("bfd", "bfd_split", "wrapped", "true", "false"):
             raise ValueError(f"got packing {shown(packing)}, expected true, false, bfd, bfd_split or wrapped")
         return packing
