@@ -34,6 +34,7 @@ from seqtile.install.apply import apply_options
 from seqtile.install.report import Report
 from seqtile.lm_loss.tiled_loss import find_causal_lms
 from seqtile.models.causal import causal_model
+from seqtile.models.configs import refuse_encoder
 from seqtile.options import DEFAULTS, TilingOptions, unknown_keys
 from seqtile.planner.accelerators import DEVICES, Device, find_device
 from seqtile.planner.estimate import Estimate
@@ -41,7 +42,7 @@ from seqtile.planner.explain import next_step, planned_offload
 from seqtile.planner.ladder import CHOSEN, DoesNotFit, choose_rung
 from seqtile.planner.model_errors import in_one_sentence
 from seqtile.planner.names import STATE_BYTES
-from seqtile.planner.request import Request, refuse_encoder
+from seqtile.planner.request import Request
 from seqtile.planner.step_config import PLANNED, Lora
 from seqtile.recognise.packed_experts import packed_experts
 

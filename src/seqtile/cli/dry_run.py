@@ -71,11 +71,7 @@ def dry_run(recipe: Recipe, progress: Any, nodes: int = 1) -> None:
     else:
         from seqtile.cli.plan_show import show_plan
 
-        planner, estimate, longest, limit, saving = plan
-        show_plan(
-            planner, estimate, longest, limit, as_json=False, reasons=False, recipe_file=None,
-            max_length=recipe.max_length, saving=saving, better=lambda: None, by_split=dict,
-        )  # fmt: skip
+        show_plan(plan, recipe.max_length)
     if missing:
         console.print(f"\nOn this machine the run would stop: attention {recipe.attention}: {missing}")
     console.print("\nDry run: nothing was written and no weights were loaded.")

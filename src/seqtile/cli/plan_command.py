@@ -84,7 +84,8 @@ def command(flags: PlanFlags) -> None:
         from seqtile.planner.model_errors import in_one_sentence
 
         with in_one_sentence(request.config):
-            planner, estimate, longest, limit, saving = make_plan(request, flags.max_length)
+            planned = make_plan(request, flags.max_length)
+        planner, estimate, longest, limit, _ = planned
         nothing_fits = flags.max_length is None and not longest
         if nothing_fits and not flags.json:
             raise RunError(why_nothing_fits(planner.request, estimate, limit))
@@ -103,11 +104,11 @@ def command(flags: PlanFlags) -> None:
             return next_step(planner, longest, flags.max_length or 0)
 
     if nothing_fits:
-        show.print_object(planner, estimate, 0, limit, None, saving, better(), by_split())
+        show.print_object(planned, None, better(), by_split())
         raise RunError(why_nothing_fits(planner.request, estimate, limit))
     show.show_plan(
-        planner, estimate, longest, limit, as_json=flags.json, reasons=flags.explain, recipe_file=flags.recipe,
-        max_length=flags.max_length, saving=saving, better=better, by_split=by_split,
+        planned, flags.max_length, as_json=flags.json, reasons=flags.explain, recipe_file=flags.recipe,
+        better=better, by_split=by_split,
     )  # fmt: skip
     if not fits:
         raise typer.Exit(RUN_ERROR)
@@ -154,13 +155,13 @@ def _request(flags: PlanFlags, settings: dict[str, Any], policy: dict[str, Any] 
     """Read the model's configuration, and scale its positions to the planned length."""
     import logging
 
-    from seqtile.models.configs import max_positions, named_positions, read_config
+    from seqtile.models.configs import max_positions, named_positions, read_config, refuse_encoder
 
     adapters = "16" if flags.lora is None and flags.qlora else flags.lora
     lora = None if adapters is None else parse_adapters(adapters)
     from seqtile.models.rope_scaling import scale_positions, scaling_for
     from seqtile.planner.pictures import read_pictures
-    from seqtile.planner.request import Request, refuse_encoder
+    from seqtile.planner.request import Request
     from seqtile.planner.step_config import Grpo
 
     logging.getLogger("transformers").setLevel(logging.ERROR)

@@ -16,7 +16,7 @@ from rich.text import Text
 from seqtile.devices import GIB
 from seqtile.models.configs import NAMED
 from seqtile.options import to_flag
-from seqtile.planner.estimate import Bounds, Estimate, Saving
+from seqtile.planner.estimate import Bounds, Estimate
 from seqtile.planner.explain import (
     NOT_MODELLED,
     NextSetting,
@@ -27,28 +27,29 @@ from seqtile.planner.explain import (
     recipe_lacks,
     rope_scaling_key,
 )
-from seqtile.planner.memory_plan import SPLITS, Planner
+from seqtile.planner.memory_plan import SPLITS, Planned
 from seqtile.planner.request import Request
 from seqtile.planner.traffic import bytes_between_nodes, bytes_inside_a_node
 
 
 def show_plan(
-    planner: Planner, estimate: Estimate, longest: int, limit: str, *, as_json: bool, reasons: bool,
-    recipe_file: str | None, max_length: int | None, saving: Saving | None,
-    better: Callable[[], NextSetting | None], by_split: Callable[[], dict[int, int]],
+    planned: Planned, max_length: int | None, *, as_json: bool = False, reasons: bool = False,
+    recipe_file: str | None = None, better: Callable[[], NextSetting | None] = lambda: None,
+    by_split: Callable[[], dict[int, int]] = dict,
 ) -> None:  # fmt: skip
     """Print the plan, write what was asked for.
 
     Once the answer is printed, ``by_split`` works out the longest sequence by how many ranks share one, and ``better``
     looks for what buys length.
     """
+    planner, estimate, _, _, saving = planned
     # Without a requested length, the longest that fits at the high estimate.
     length = estimate.tokens if max_length is not None else planner.sure() or estimate.tokens
     chosen = recipe(planner, length) if planner.request.has_recipe else None
     if recipe_file is not None and chosen is not None:
         _write_recipe(chosen, recipe_lacks(planner.request), Path(recipe_file).expanduser())
     if as_json:
-        print_object(planner, estimate, longest, limit, chosen, saving, better(), by_split(), recipe_file)
+        print_object(planned, chosen, better(), by_split(), recipe_file)
         return
     console = Console(highlight=False, soft_wrap=True, markup=False)
     request = planner.request
@@ -60,7 +61,7 @@ def show_plan(
         + f", engine {request.engine}"
     )
     console.print(_table(estimate))
-    _print_verdict(console, planner, estimate, longest, limit, max_length, better, by_split)
+    _print_verdict(console, planned, max_length, better, by_split)
     if command := start_command(request, recipe_file):
         console.print(f"Run on each node: {command}")
     if saving is not None:
@@ -105,9 +106,10 @@ def _gib(value: float) -> str:
 
 
 def _print_verdict(
-    console: Console, planner: Planner, estimate: Estimate, longest: int, limit: str, max_length: int | None,
-    better: Callable[[], NextSetting | None], by_split: Callable[[], dict[int, int]],
+    console: Console, planned: Planned, max_length: int | None, better: Callable[[], NextSetting | None],
+    by_split: Callable[[], dict[int, int]],
 ) -> None:  # fmt: skip
+    planner, estimate, longest, limit, _ = planned
     request = planner.request
     fits = planner.fits(estimate)
     room = request.device.memory - estimate.device.expected
@@ -169,10 +171,11 @@ def _time(seconds: float) -> str:
 
 
 def print_object(
-    planner: Planner, estimate: Estimate, longest: int, limit: str, chosen: dict[str, Any] | None,
-    saving: Saving | None, better: NextSetting | None, by_split: dict[int, int], recipe_file: str | None = None,
+    planned: Planned, chosen: dict[str, Any] | None, better: NextSetting | None, by_split: dict[int, int],
+    recipe_file: str | None = None,
 ) -> None:  # fmt: skip
     """Print the plan as one JSON object."""
+    planner, estimate, longest, limit, saving = planned
     request = planner.request
     work = planner.work(estimate.tokens)
     tflops = request.device.tflops

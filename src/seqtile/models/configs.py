@@ -131,3 +131,16 @@ def max_positions(config: Any) -> int | None:
         if original and parameters.get("factor"):
             scaled.append(int(original * parameters["factor"]))
     return max(limit, *scaled)
+
+
+def refuse_encoder(config: Any, model: str) -> None:
+    """Refuse an encoder where only causal language models are planned and trained.
+
+    Raises:
+        UserError: it is one.
+    """
+    if is_masked_lm(config):
+        raise UserError(
+            f"plans and seqtile train are for causal language models, but {model!r} is an encoder "
+            f"({config.model_type}); train it with transformers' Trainer after seqtile.apply"
+        )

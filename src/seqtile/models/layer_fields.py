@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+from torch import nn
 from transformers import PretrainedConfig
 
 from seqtile.checkpointing.keep_attention import largest_of_layers
+from seqtile.recognise.decoder_layers import decoder_layers
 
 
 def experts_of(text: Any) -> int:
@@ -37,3 +39,14 @@ def fields_by_layer(text: Any) -> list[tuple[str, Any]]:
     values = [(name, getattr(text, name, None)) for name in sorted(names - {"architectures"})]
     total = text.num_hidden_layers
     return [(name, value) for name, value in values if isinstance(value, list | tuple) and len(value) == total]
+
+
+def layer_kinds(config: Any, model: nn.Module) -> tuple[list[Any], list[Any]]:
+    """The modules and shapes of each decoder layer, and its kind: those and the type of its attention."""
+    structures = list[Any]()
+    for layer in decoder_layers(model):
+        module = model.get_submodule(layer.name)
+        classes = tuple((name, type(child).__name__) for name, child in module.named_modules())
+        structures.append((classes, tuple((name, tuple(weight.shape)) for name, weight in module.named_parameters())))
+    types = list(getattr(config.get_text_config(), "layer_types", None) or ())
+    return structures, list(zip(structures, types, strict=True)) if len(types) == len(structures) else structures

@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 
 from seqtile._errors import UserError
 from seqtile.checkpointing.keep_attention import largest_of_layers
-from seqtile.models.layer_fields import experts_of, fields_by_layer
+from seqtile.models.layer_fields import experts_of, fields_by_layer, layer_kinds
 from seqtile.planner.phases import Phase
 from seqtile.recognise.decoder_layers import DecoderLayer, decoder_layers
 from seqtile.recognise.packed_experts import packable_experts, whole_experts
@@ -161,10 +161,7 @@ def find_depths(config: Any, model: nn.Module, segment: int = 1) -> Depths:
         raise UserError(
             f"found no list of layers (with attention or a state) in {type(model).__name__}; plan another model"
         )
-    types = list(getattr(config.get_text_config(), "layer_types", None) or ())
-    modules = [model.get_submodule(layer.name) for layer in layers]
-    structures: list[Any] = [_signature(module) for module in modules]
-    signs = list(zip(structures, types, strict=True)) if len(types) == len(structures) else structures
+    structures, signs = layer_kinds(config, model)
     every = tuple(range(len(signs)))
     uneven = len(signs) % segment > 0
     if segment > 1 and not uneven:
@@ -177,7 +174,7 @@ def find_depths(config: Any, model: nn.Module, segment: int = 1) -> Depths:
     kinds = tuple(beginning.index(first[sign]) for sign in signs)
     added = [number for number in beginning if structures.index(structures[number]) == number]
     samples = [(*beginning, *end), *((*beginning, number, *end) for number in added)]
-    weights = [{id(weight) for weight in module.parameters()} for module in modules]
+    weights = [{id(weight) for weight in model.get_submodule(layer.name).parameters()} for layer in layers]
     shared = sum(map(len, weights)) != len(set().union(*weights))
     # Modules whose configuration differs by layer hold copies of it, which do not follow a layer to another place.
     shared = shared or bool(getattr(config.get_text_config(), "per_layer_attributes", None))
@@ -305,9 +302,3 @@ def _layer_list(layers: Sequence[DecoderLayer]) -> str | None:
     """The name of the list that holds all the layers and nothing else, None where there is no such list."""
     path = layers[0].name.rpartition(".")[0]
     return path if [layer.name for layer in layers] == [f"{path}.{n}" for n in range(len(layers))] else None
-
-
-def _signature(layer: nn.Module) -> Any:
-    modules = tuple((name, type(module).__name__) for name, module in layer.named_modules())
-    shapes = tuple((name, tuple(weight.shape)) for name, weight in layer.named_parameters())
-    return modules, shapes

@@ -563,11 +563,26 @@ def choose_attention_saved(planner: Planner, tokens: int, without: Estimate | No
     return planner, Saving(False, extra, spared, f"{added}; does not fit, {gap}")
 
 
-def plan(request: Request, max_length: int | None = None) -> tuple[Planner, Estimate, int, str, Saving | None]:
-    """Plan ``request``: its planner, the estimate at ``max_length`` or at the longest that fits, that, and its limit.
+class Planned(NamedTuple):
+    """A planned request.
 
-    Where nothing fits at any length, the longest is 0 and the estimate is of :data:`SHORT` tokens a rank. Last comes
-    what was decided about attention's output, where the request leaves it to the plan.
+    Attributes:
+        planner: of the request, with what it leaves to the plan.
+        estimate: at the requested length, or at the longest that fits; of :data:`SHORT` tokens a rank where none does.
+        longest: tokens of the longest sequence that fits; 0 where none does.
+        limit: what limits it.
+        saving: the decision about attention's output; None where the request has one.
+    """
+
+    planner: Planner
+    estimate: Estimate
+    longest: int
+    limit: str
+    saving: Saving | None
+
+
+def plan(request: Request, max_length: int | None = None) -> Planned:
+    """Plan ``request``, at ``max_length`` or at the longest that fits.
 
     Raises:
         UserError: a setting that cannot run.
@@ -587,7 +602,7 @@ def plan(request: Request, max_length: int | None = None) -> tuple[Planner, Esti
         if saving.chosen:  # limited by something else
             longest, limit = planner.longest()
     short = max(SHORT * request.split, planner.least)
-    return planner, planner.estimate(max_length or longest or short), longest, limit, saving
+    return Planned(planner, planner.estimate(max_length or longest or short), longest, limit, saving)
 
 
 def why_nothing_fits(request: Request, short: Estimate, limit: str) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from seqtile._errors import UserError
-from seqtile.models.configs import is_masked_lm, max_positions
+from seqtile.models.configs import max_positions
 from seqtile.models.rope_scaling import lift
 from seqtile.options import TilingOptions
 from seqtile.planner.accelerators import Device
@@ -184,19 +184,6 @@ def check_request_combination(request: Request, max_length: int | None) -> None:
     """
     facts = ModelFacts(repr(request.model), max_positions(request.config), lift(request.config, max_length))
     check_combination(request.combination(max_length, facts))
-
-
-def refuse_encoder(config: Any, model: str) -> None:
-    """Refuse an encoder where only causal language models are planned and trained.
-
-    Raises:
-        UserError: it is one.
-    """
-    if is_masked_lm(config):
-        raise UserError(
-            f"plans and seqtile train are for causal language models, but {model!r} is an encoder "
-            f"({config.model_type}); train it with transformers' Trainer after seqtile.apply"
-        )
 
 
 def check_keep(options: TilingOptions) -> None:

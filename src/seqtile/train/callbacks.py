@@ -109,13 +109,10 @@ class EndSlowDemo(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
         """Called by the trainer between two steps."""
-        if LEAST_STEPS <= state.global_step < state.max_steps and self._seconds() > DEMO_SECONDS:
+        if LEAST_STEPS <= state.global_step < state.max_steps and time.perf_counter() - self._started > DEMO_SECONDS:
             logger.info("this machine is slow: the demo ends after %d of %d steps", state.global_step, state.max_steps)
             control.should_training_stop = True
         return control
-
-    def _seconds(self) -> float:
-        return time.perf_counter() - self._started
 
 
 class CheckModel(TrainerCallback):

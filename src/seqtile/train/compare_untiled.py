@@ -115,7 +115,10 @@ def compare(
                     apply_options(model, recipe.tiling)
                 else:
                     undo(model)
-                seconds[name].append(_time_step(model, inputs))
+                started = time.perf_counter()
+                run_step(model, inputs)
+                seconds[name].append(time.perf_counter() - started)
+                model.zero_grad(set_to_none=True)
         apply_options(model, recipe.tiling)
     weights = [parameter for parameter in verdict.parameters if parameter.name != "loss"]
     worst = max(weights, key=lambda parameter: parameter.l2)
@@ -144,14 +147,6 @@ def _watch_step(model: nn.Module, inputs: dict[str, Any], blocks: Iterable[Block
         run_step(model, inputs, labels)
     model.zero_grad(set_to_none=True)
     return live
-
-
-def _time_step(model: nn.Module, inputs: dict[str, Any]) -> float:
-    started = time.perf_counter()
-    run_step(model, inputs)
-    seconds = time.perf_counter() - started
-    model.zero_grad(set_to_none=True)
-    return seconds
 
 
 def _side(name: str, counted: Run, live: LiveBytes, seconds: list[float]) -> Side:

@@ -16,7 +16,7 @@ from seqtile._log import first_rank_logger
 from seqtile.checkpointing.reentrant import shares_keys
 from seqtile.devices import device_type
 from seqtile.engines.sequence_parallel import refuse_split_states, why_no_ring
-from seqtile.models.configs import max_positions, towers_of
+from seqtile.models.configs import max_positions, refuse_encoder, towers_of
 from seqtile.models.layer_fields import experts_of
 from seqtile.models.rope_scaling import lift, scale_positions
 from seqtile.recognise.decoder_layers import states_of
@@ -308,8 +308,6 @@ def auto_class(config: Any, recipe: Recipe) -> Any:
         UserError: it is neither.
     """
     import transformers
-
-    from seqtile.planner.request import refuse_encoder
 
     refuse_encoder(config, recipe.model)
     code = getattr(config, "auto_map", None) or {}

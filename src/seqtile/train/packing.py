@@ -76,12 +76,12 @@ def _shallow_copy(model: Any) -> Any:
     """A model of the same kinds of layers, as few as hold them all, with plain attention, where training will run."""
     import torch
 
-    from seqtile.models.layer_fields import first_layers
-    from seqtile.planner.layer_structure import find_depths
+    from seqtile.models.layer_fields import first_layers, layer_kinds
 
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
     on_cpu = device.type == "cpu"
-    config = first_layers(model.config, find_depths(model.config, model).shallow)
+    kinds = layer_kinds(model.config, model)[1]
+    config = first_layers(model.config, 1 + max(kinds.index(kind) for kind in kinds))
     devices = [] if on_cpu else [torch.accelerator.current_device_index()]
     with torch.device(device), torch.random.fork_rng(devices, device_type="cuda" if on_cpu else device.type):
         compute_attention_plainly(config)

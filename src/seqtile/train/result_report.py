@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 import signal
 import sys
@@ -59,17 +58,6 @@ class Outcome:
     best_metric: str = "loss"
     ran: str = ""
     retries: tuple[dict[str, Any], ...] = ()
-
-
-def write_report(outcome: Outcome, directory: Path) -> Path:
-    """Write ``report.json`` into ``directory``.
-
-    Returns:
-        ``directory``.
-    """
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "report.json").write_text(json.dumps(numbers(outcome), indent=1) + "\n", encoding="utf-8")
-    return directory
 
 
 def numbers(outcome: Outcome) -> dict[str, Any]:

@@ -75,8 +75,9 @@ def resumed_recipe(file_values: dict[str, Any], flag_values: dict[str, Any]) -> 
     if recipe.fit:
         recipe = recipe.model_copy(update={"fit": False})
         notes.append("fit applies to new runs; --resume keeps the settings of this one")
-    recipe = _on_other_processes(recipe, saved, changes)
-    may_change = (*MAY_CHANGE, *PROCESSES) if _changes_processes(recipe, saved) else MAY_CHANGE
+    may_change = MAY_CHANGE
+    if recipe.engine == saved.engine and (recipe.nproc, recipe.cp_size) != (saved.nproc, saved.cp_size):
+        recipe, may_change = _on_other_processes(recipe, saved, changes), (*MAY_CHANGE, *PROCESSES)
     for key, value in resolve(recipe).model_dump(mode="json").items():
         if key not in may_change and value != started[key]:
             raise UserError(
@@ -86,17 +87,10 @@ def resumed_recipe(file_values: dict[str, Any], flag_values: dict[str, Any]) -> 
     return recipe, notes
 
 
-def _changes_processes(recipe: Recipe, saved: Recipe) -> bool:
-    """Whether the rows of a step are on other processes than before."""
-    return recipe.engine == saved.engine and (recipe.nproc, recipe.cp_size) != (saved.nproc, saved.cp_size)
-
-
 def _on_other_processes(recipe: Recipe, saved: Recipe, changes: dict[str, Any]) -> Recipe:
     """A resumed run's recipe, with as many micro-batches as make a step of the rows that it had."""
     # Transformers finds the place in the data by the number of steps: with other rows per step it would skip some rows
     # and train others twice.
-    if not _changes_processes(recipe, saved):
-        return recipe
     resolve(recipe)
     change = ", ".join(
         f"{key} from {getattr(saved, key)} to {getattr(recipe, key)}"

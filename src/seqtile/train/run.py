@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -13,6 +14,7 @@ from seqtile._errors import RunError, UserError, in_its_words, is_ours
 from seqtile._log import first_rank_logger
 from seqtile._sentences import counted
 from seqtile.devices import accelerator
+from seqtile.train.atomic_files import write_whole
 from seqtile.train.recipe import DEMO_STEPS, RECIPE_FILE, Recipe, resolve, save_recipe
 
 if TYPE_CHECKING:
@@ -328,8 +330,6 @@ def _is_refusal(error: Exception, output: Path) -> bool:
 
 def _all_done(trainer: Any, resume_from: Path, output: Path) -> bool:
     """Whether no step is left to train and only the model is to be saved; refuses a run that is complete."""
-    import json
-
     from seqtile.train.run_directory import TRAINER_STATE, why_not_whole
 
     state = json.loads((resume_from / TRAINER_STATE).read_text(encoding="utf-8"))
@@ -363,7 +363,7 @@ def _train_and_save(
     from seqtile.train.metrics import Metrics
     from seqtile.train.out_of_memory import is_out_of_memory
     from seqtile.train.ranks import is_first
-    from seqtile.train.result_report import Outcome, write_report
+    from seqtile.train.result_report import Outcome, numbers
     from seqtile.train.retry import StepWatch
     from seqtile.train.trainer_fields import best_metric
 
@@ -422,4 +422,7 @@ def _train_and_save(
     )
     if not recipe.report or not is_first() or outcome.stopped_by is not None:
         return outcome
-    return replace(outcome, report=write_report(outcome, output / "report"))
+    report = output / "report"
+    report.mkdir(parents=True, exist_ok=True)
+    write_whole(report / "report.json", json.dumps(numbers(outcome), indent=1) + "\n")
+    return replace(outcome, report=report)

@@ -61,7 +61,6 @@ LEFT_BY_A_RUN = (
 """Files that ``--overwrite`` removes; the recipe, which allows it, last."""
 
 _NAME = re.compile(r"checkpoint-([0-9]+)")
-_READERS = 8
 _GB = 10**9
 
 
@@ -103,7 +102,7 @@ def write_mark(folder: Path, mark: CheckpointMark, *, only: tuple[str, ...] = ("
     """
     names = {path.relative_to(folder).as_posix() for pattern in only for path in folder.glob(pattern) if path.is_file()}
     paths = [folder / name for name in sorted(names - {MARK})]
-    with ThreadPoolExecutor(2 * _readers()) as pool:
+    with ThreadPoolExecutor(2 * min(cpu_cores(), 8)) as pool:
         flushes = [pool.submit(_flush, path) for path in paths]
         files = {
             path.relative_to(folder).as_posix(): [path.stat().st_size, digest]
@@ -145,7 +144,7 @@ def why_not_whole(folder: Path, *, digests: bool = True) -> str:
             return digest_of_file(path)
         return None
 
-    with ThreadPoolExecutor(_readers()) as pool:
+    with ThreadPoolExecutor(min(cpu_cores(), 8)) as pool:
         paths = [folder / name for name in mark.files] if digests else []
         for path, digest in zip(paths, pool.map(digest_or_none, paths), strict=True):
             name = path.relative_to(folder).as_posix()
@@ -275,10 +274,6 @@ def rotate(output: Path, limit: int | None, protected: str | None = None) -> Non
         if protected is None or path.resolve() != Path(protected).resolve():
             (path / MARK).unlink()
             shutil.rmtree(path, ignore_errors=True)
-
-
-def _readers() -> int:
-    return min(cpu_cores(), _READERS)
 
 
 def _flush(path: Path) -> None:

@@ -103,7 +103,9 @@ class Trainer(SFTTrainer, _SplitLoss):
     def __init__(self, rows: Data, **kwargs: Any) -> None:
         self.data: dict[str, DataSummary] = {}
         self._rows, self._model = rows, kwargs["model"]
-        checkpoint_settings = checkpoint_kwargs(rows.arguments)
+        # Transformers before 5.23 has the second name alone.
+        checkpoint_settings = getattr(rows.arguments, "activation_checkpointing_kwargs", None)
+        checkpoint_settings = checkpoint_settings or rows.arguments.gradient_checkpointing_kwargs or {}
         evaluated = rows.sets["eval"].rows if "eval" in rows.sets else None
         super().__init__(args=rows.arguments, train_dataset=rows.sets["train"].rows, eval_dataset=evaluated, **kwargs)
         if "use_reentrant" not in checkpoint_settings:  # TRL forces it for adapters under ZeRO-3
@@ -152,7 +154,8 @@ class Trainer(SFTTrainer, _SplitLoss):
         whole.max_length, whole.shuffle_dataset = None, False
         prepare = super()._prepare_dataset
         tokenised = mask_messages(prepare(dataset, processing_class, whole, False, formatting_func, dataset_name))
-        vocabulary = self._embedded_tokens()
+        embedding: Any = cast("Any", self._model).get_input_embeddings()  # TRL may have added adapters and tokens
+        vocabulary = int(getattr(embedding, "base_layer", embedding).num_embeddings)
         if isinstance(dataset, IterableDataset):  # a stream cannot be counted in advance
             if self._rows.stream is not None:
                 self._rows.stream.vocabulary, self._rows.stream.tokenizer = vocabulary, processing_class
@@ -172,11 +175,6 @@ class Trainer(SFTTrainer, _SplitLoss):
                 "unmasked labels, or a larger --max-length"
             )
         return prepared
-
-    def _embedded_tokens(self) -> int:
-        """Rows of the model's embedding, with adapters or without; TRL may have added some."""
-        embedding: Any = cast("Any", self._model).get_input_embeddings()
-        return int(getattr(embedding, "base_layer", embedding).num_embeddings)
 
     def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
         """Under Ulysses the parts of each row; Transformers (5.23) gives each rank whole ones."""
@@ -451,11 +449,6 @@ class Trainer(SFTTrainer, _SplitLoss):
                 f"or start a new run {start if is_model else 'with a lower --learning-rate'}",
             ]
         return "\n".join(lines)
-
-
-def checkpoint_kwargs(args: Any) -> dict[str, Any]:
-    """How the trainer's arguments make activation checkpoints; Transformers before 5.23 has the second name alone."""
-    return dict(getattr(args, "activation_checkpointing_kwargs", None) or args.gradient_checkpointing_kwargs or {})
 
 
 class _NothingToTrain(Exception):
