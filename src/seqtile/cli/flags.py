@@ -57,7 +57,7 @@ def recipe_flags(*names: str) -> list[inspect.Parameter]:
 
     flags = []
     for name, key in Recipe.model_fields.items():
-        how = (key.json_schema_extra or {}).get("flag")  # type: ignore[union-attr]
+        how: Any = (key.json_schema_extra or {}).get("flag")  # type: ignore[union-attr]
         if how is None or (names and name not in names):
             continue
         shows_default = key.default != DEMO and key.default is not None and key.default is not False
@@ -98,8 +98,10 @@ def option_flags(
             default = f"{default:g}"
         elif how.flag is not None and not isinstance(default, how.flag):
             default = None  # a word as default of a numeric flag: leaving the flag out means it
-        written = {"help": f"{how.help}{suffix}", "metavar": how.metavar or "VALUE", "min": how.least, "hidden": hidden}
-        flags.append(_parameter(name, flag_type(name), default, **written))
+        help_text, metavar = f"{how.help}{suffix}", how.metavar or "VALUE"
+        flags.append(
+            _parameter(name, flag_type(name), default, help=help_text, metavar=metavar, min=how.least, hidden=hidden)
+        )
     return flags
 
 

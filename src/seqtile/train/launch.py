@@ -49,26 +49,18 @@ GRACE_SECONDS = 15.0
 
 
 def launch(
-    recipe: Recipe,
-    *,
-    resume: bool,
-    resume_from: str | None,
-    overwrite: bool,
-    trust_checkpoint: bool,
-    worker: str,
-    say: Callable[[str], None],
-    nodes: Nodes | None = None,
-    wait_seconds: float = WAIT_SECONDS,
-) -> int:
+    recipe: Recipe, *, worker: str, say: Callable[[str], None], nodes: Nodes | None = None,
+    wait_seconds: float = WAIT_SECONDS, resume: bool, overwrite: bool, **how: Any,
+) -> int:  # fmt: skip
     """Check everything that can be checked without the model, start the processes, and wait for them.
 
     Args:
         recipe: with an engine other than ``single``.
-        resume, resume_from, overwrite, trust_checkpoint: as in :func:`seqtile.train.run.train`.
         worker: the module that each process runs, with the folder of :data:`HOW_FILE` as its argument.
         say: shows one piece of text.
         nodes: the nodes of the run, each of which is started by the same command; None where this is the only one.
         wait_seconds: how long to wait for the other nodes.
+        resume, overwrite, **how: as in :func:`seqtile.train.run.locate`.
 
     Returns:
         The exit code: 0; 130, 143 or 129 for a run that Ctrl-C, SIGTERM or SIGHUP stopped.
@@ -87,9 +79,7 @@ def launch(
     count = nodes.count if nodes else 1
     recipe = _counted(recipe, count)
     check_split(recipe) if recipe.split > 1 else load_config(recipe)
-    recipe, start = locate(
-        recipe, resume=resume, resume_from=resume_from, overwrite=overwrite, trust_checkpoint=trust_checkpoint
-    )
+    recipe, start = locate(recipe, resume=resume, overwrite=overwrite, **how)
     recipe = fitted(recipe, start, say, count)
     settings = " ".join(f"{name}={value}" for name, value in engine_environment(recipe).items())
     say(f"engine {recipe.engine}, {recipe.nproc} processes{': ' if settings else ''}{settings}")
@@ -186,9 +176,7 @@ def run_ranks(
         UserError, RunError: what the process said that failed first.
         StoppedAtOnce: a signal ended them before they could save.
     """
-    from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     save_recipe(recipe, folder / RECIPE_FILE)
@@ -206,16 +194,9 @@ def run_ranks(
         max_restarts=0,
         logs_specs=DefaultLogsSpecs(log_dir=str(folder / "logs")),
     )
-    # PyTorch reads the number of threads when it is imported; "-P": no module of the user's folder hides Python's own.
-    threads = {"OMP_NUM_THREADS": str(max(1, cpu_cores() // processes))}
-    environment = threads | dict(os.environ) | engine_environment(recipe)
-    # Show errors of collectives, but not torch's stack traces of a store that does not respond.
-    environment["TORCH_CPP_LOG_LEVEL"] = os.environ.get("TORCH_CPP_LOG_LEVEL", "FATAL").replace("FATAL", "ERROR")
-    changed = [f"{name}={value}" for name, value in environment.items() if os.environ.get(name) != value]
-    command = [*changed, sys.executable, "-P", "-u", "-m", worker, str(folder)]
-    elastic = logging.getLogger(
-        "torch.distributed.elastic"
-    )  # its report of a failure is replaced by one sentence below
+    # "-P": no module of the user's folder hides Python's own.
+    command = [*_changed_environment(recipe, processes), sys.executable, "-P", "-u", "-m", worker, str(folder)]
+    elastic = logging.getLogger("torch.distributed.elastic")  # one sentence below replaces its report of a failure
     elastic.addHandler(logging.NullHandler())
     elastic.propagate = False
     results = list[BaseException | None]()
@@ -253,24 +234,44 @@ def run_ranks(
             if nodes is not None and nodes.rank == 0:
                 shared.unlink(missing_ok=True)
     error = results[0]
-    if urgent and request.first is not None and error is not None:
-        raise StoppedAtOnce(request.first)
+    if error is not None:
+        if urgent and request.first is not None:
+            raise StoppedAtOnce(request.first)
+        raise _error_to_raise(error, request.first, recipe, nodes, wait_seconds)
+    stopped = folder / STOPPED_FILE
+    return int(stopped.read_text()) if stopped.is_file() else 0
+
+
+def _changed_environment(recipe: Recipe, processes: int) -> list[str]:
+    """Assignments of the environment variables that a worker has otherwise than this process."""
+    # PyTorch reads the number of threads when it is imported.
+    threads = {"OMP_NUM_THREADS": str(max(1, cpu_cores() // processes))}
+    environment = threads | dict(os.environ) | engine_environment(recipe)
+    # Show errors of collectives, but not torch's stack traces of a store that does not respond.
+    environment["TORCH_CPP_LOG_LEVEL"] = os.environ.get("TORCH_CPP_LOG_LEVEL", "FATAL").replace("FATAL", "ERROR")
+    return [f"{name}={value}" for name, value in environment.items() if os.environ.get(name) != value]
+
+
+def _error_to_raise(
+    error: BaseException, asked: int | None, recipe: Recipe, nodes: Nodes | None, wait_seconds: float
+) -> BaseException:
+    """What the agent's error means."""
+    from torch.distributed import DistError
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
     if isinstance(error, ChildFailedError):
-        raise _first_failure(error.failures, request.first, Path(str(recipe.output)))
+        return _first_failure(error.failures, asked, Path(str(recipe.output)))
     if isinstance(error, DistError) and nodes is not None:
         if "EADDRINUSE" in str(error):
-            raise UserError(
+            return UserError(
                 f"node 0 cannot listen at {nodes.rendezvous}: the port is in use; choose another port, the same on "
                 "each node"
             )
-        raise RunError(
+        return RunError(
             f"the {nodes.count} nodes did not all connect to {nodes.rendezvous} within {wait_seconds:g} s; run the "
             f"same command on each, with its own --node-rank ({str(error).splitlines()[0]})"
         )
-    if error is not None:
-        raise error
-    stopped = folder / STOPPED_FILE
-    return int(stopped.read_text()) if stopped.is_file() else 0
+    return error
 
 
 def _first_failure(failures: Mapping[int, ProcessFailure], asked: int | None, output: Path) -> BaseException:

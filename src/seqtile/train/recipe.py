@@ -200,16 +200,13 @@ def _key_of(name: str) -> tuple[Any, Any]:
     return file_type(name, choices=True), DEFAULTS[name]
 
 
-_Keys = create_model(
-    "Keys",
+OptionKeys: type[CheckedModel] = create_model(
+    "OptionKeys",
     __base__=CheckedModel,
     tiled_mlp=(bool, Field(True, description="run modules in tiles")),
     **{name: _key_of(name) for name, how in WRITTEN.items() if how.recipe},  # type: ignore[call-overload]
 )
-
-
-class OptionKeys(_Keys):  # type: ignore[valid-type,misc]
-    """The keys that are options of tiling, each with its type."""
+"""The keys that are options of tiling, each with its type."""
 
 
 def options_of_keys(keys: Any) -> TilingOptions:
@@ -348,31 +345,19 @@ class Recipe(CheckedModel):
             raise ValueError(f"got fit {shown(fit)}, expected true, false or each device's memory, such as '16GiB'")
         return fit
 
-    @field_validator("trainer")
-    @classmethod
-    def _no_second_name(cls, trainer: dict[str, Any]) -> dict[str, Any]:
-        for key in trainer:
-            if key in NAMED_TRAINER_KEYS:
-                raise ValueError(f"trainer.{key} has its own recipe key; use {NAMED_TRAINER_KEYS[key]!r} instead")
-        return trainer
-
     @field_validator("trainer", "model_kwargs")
     @classmethod
-    def _no_secrets(cls, values: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
-        for key in SECRETS:
-            if isinstance(values.get(key), str):
+    def _no_second_name_and_no_secret(cls, values: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        named = NAMED_TRAINER_KEYS if info.field_name == "trainer" else NAMED_MODEL_KEYS
+        for key, value in values.items():
+            if key in named:
+                raise ValueError(f"{info.field_name}.{key} has its own recipe key; use {named[key]!r} instead")
+            if key in SECRETS and isinstance(value, str):
                 raise ValueError(
                     f"{info.field_name}.{key} is a secret, which would be saved with the run; set HF_TOKEN instead, "
                     "or run: hf auth login"
                 )
         return values
-
-    @field_validator("model_kwargs")
-    @classmethod
-    def _no_second_name_of_the_models(cls, kwargs: dict[str, Any]) -> dict[str, Any]:
-        for key in NAMED_MODEL_KEYS.keys() & kwargs.keys():
-            raise ValueError(f"model_kwargs.{key} has its own recipe key; use {NAMED_MODEL_KEYS[key]!r} instead")
-        return kwargs
 
     def changed(self, **keys: Any) -> Recipe:
         """The same recipe with other values of some keys, which are not checked against each other again."""
@@ -555,18 +540,12 @@ def resolve(recipe: Recipe) -> Recipe:
         if matches(recipe):
             raise UserError(sentence.format(r=recipe))
     check_combination(recipe.combination)
-    filled = dict[str, Any]()
-    if recipe.on_oom == "retry":
-        filled["loss_tile"] = recipe.loss_tile or TRL_LOSS_TILE  # ours, whose tile can be reduced
-    if recipe.is_demo:
-        filled["learning_rate"] = recipe.learning_rate or 3e-3
-        filled["loss_tile"] = recipe.loss_tile or 512
-        if recipe.steps is None and recipe.epochs is None:
-            filled["steps"] = DEMO_STEPS
-    else:
-        filled["learning_rate"] = recipe.learning_rate or (2e-4 if recipe.lora else 2e-5)
-        if recipe.steps is None and recipe.epochs is None:
-            filled["epochs"] = 1.0
+    rate = 3e-3 if recipe.is_demo else 2e-4 if recipe.lora else 2e-5
+    filled: dict[str, Any] = {"learning_rate": recipe.learning_rate or rate}
+    if recipe.is_demo or recipe.on_oom == "retry":  # our head, whose tile can be reduced
+        filled["loss_tile"] = recipe.loss_tile or (512 if recipe.is_demo else TRL_LOSS_TILE)
+    if recipe.steps is None and recipe.epochs is None:
+        filled |= {"steps": DEMO_STEPS} if recipe.is_demo else {"epochs": 1.0}
     return recipe.changed(**filled)
 
 

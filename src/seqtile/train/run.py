@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from transformers import TrainerCallback
 
     from seqtile.install.report import Report
+    from seqtile.train.callbacks import Clock, StopOnSignal
     from seqtile.train.metrics import Display
     from seqtile.train.read_data import Data
     from seqtile.train.result_report import Outcome
@@ -347,34 +348,10 @@ def _all_done(trainer: Any, resume_from: Path, output: Path) -> bool:
     return True
 
 
-def _train_and_save(
-    recipe: Recipe,
-    output: Path,
-    trainer: Any,
-    tiling: Report | None,
-    resume_from: Path | None,
-    callbacks: Sequence[TrainerCallback],
-    display: Display,
-) -> Outcome:
-    import torch
-
-    from seqtile.install.runs import what_ran
-    from seqtile.train.callbacks import CheckFirstStep, CheckModel, Clock, EndSlowDemo, StopOnSignal
-    from seqtile.train.metrics import Metrics
+def _train_steps(trainer: Any, resume_from: Path | None, stop: StopOnSignal, clock: Clock, output: Path) -> None:
+    """Train; a first step that is refused, and one that is out of memory, raise an error of ours."""
     from seqtile.train.out_of_memory import is_out_of_memory
-    from seqtile.train.ranks import is_first
-    from seqtile.train.result_report import Outcome, numbers
-    from seqtile.train.retry import StepWatch
-    from seqtile.train.trainer_fields import best_metric
 
-    stop, clock = StopOnSignal(), Clock()
-    checks = [CheckModel(trainer, recipe), *([CheckFirstStep()] if tiling else [])]
-    if recipe.is_demo and recipe.steps == DEMO_STEPS:
-        checks.append(EndSlowDemo())
-    for callback in (*checks, clock, Metrics(output, display), *callbacks, stop):
-        trainer.add_callback(callback)
-    trainer.step = StepWatch(trainer, recipe, tiling, output)
-    display.stage("preparing the first step")
     failed: Exception | None = None
     with stop.listening():
         try:
@@ -391,6 +368,36 @@ def _train_and_save(
     trainer.step.close()
     if failed is not None:
         raise trainer.step.end(failed)
+
+
+def _train_and_save(
+    recipe: Recipe,
+    output: Path,
+    trainer: Any,
+    tiling: Report | None,
+    resume_from: Path | None,
+    callbacks: Sequence[TrainerCallback],
+    display: Display,
+) -> Outcome:
+    import torch
+
+    from seqtile.install.runs import what_ran
+    from seqtile.train.callbacks import CheckFirstStep, CheckModel, Clock, EndSlowDemo, StopOnSignal
+    from seqtile.train.metrics import Metrics
+    from seqtile.train.ranks import is_first
+    from seqtile.train.result_report import Outcome, numbers
+    from seqtile.train.retry import StepWatch
+    from seqtile.train.trainer_fields import best_metric
+
+    stop, clock = StopOnSignal(), Clock()
+    checks = [CheckModel(trainer, recipe), *([CheckFirstStep()] if tiling else [])]
+    if recipe.is_demo and recipe.steps == DEMO_STEPS:
+        checks.append(EndSlowDemo())
+    for callback in (*checks, clock, Metrics(output, display), *callbacks, stop):
+        trainer.add_callback(callback)
+    trainer.step = StepWatch(trainer, recipe, tiling, output)
+    display.stage("preparing the first step")
+    _train_steps(trainer, resume_from, stop, clock, output)
     stop.agree(trainer.args.device)  # a signal since the last step may have reached only some ranks
     recipe, tiling = trainer.step.recipe, trainer.step.tiling
     ran = str(what_ran(trainer.model))  # before a comparison runs other tiles

@@ -104,7 +104,7 @@ class Trainer(SFTTrainer, _SplitLoss):
         self.data: dict[str, DataSummary] = {}
         self._rows, self._model = rows, kwargs["model"]
         # Transformers before 5.23 has the second name alone.
-        checkpoint_settings = getattr(rows.arguments, "activation_checkpointing_kwargs", None)
+        checkpoint_settings: Any = getattr(rows.arguments, "activation_checkpointing_kwargs", None)
         checkpoint_settings = checkpoint_settings or rows.arguments.gradient_checkpointing_kwargs or {}
         evaluated = rows.sets["eval"].rows if "eval" in rows.sets else None
         super().__init__(args=rows.arguments, train_dataset=rows.sets["train"].rows, eval_dataset=evaluated, **kwargs)
