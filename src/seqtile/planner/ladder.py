@@ -231,17 +231,19 @@ def _smaller(settings: TilingOptions, times: int) -> dict[str, Any]:
     }
 
 
-def would_avoid(request: Request, settings: TilingOptions, tokens: int, short: int, *, can_offload: bool) -> str | None:
-    """Describe the first tighter settings whose plan is ``short`` bytes lower than of these; None without one."""
+def would_avoid(
+    request: Request, settings: TilingOptions, tokens: int, short: int, *, can_offload: bool
+) -> tuple[Estimate, str | None]:
+    """The estimate of ``settings``, and the first tighter ones whose plan is ``short`` bytes lower, or None."""
     planner, estimate_now = _plan(settings, request, tokens, None)
     settings_below = tighter(settings, can_offload=can_offload)
     while settings_below is not None:
         _, estimate = _plan(settings_below, request, tokens, planner)
         less = estimate_now.device.expected - estimate.device.expected
         if less >= short:
-            return f"{changes(settings, settings_below)} ({less / GIB:,.2f} GiB less by the plan)"
+            return estimate_now, f"{changes(settings, settings_below)} ({less / GIB:,.2f} GiB less by the plan)"
         settings_below = tighter(settings_below, can_offload=can_offload)
-    return None
+    return estimate_now, None
 
 
 def changes(settings: TilingOptions, changed_settings: TilingOptions) -> str:

@@ -244,13 +244,9 @@ def explain_out_of_memory(
 def _by_plan(recipe: Recipe, location: Place) -> list[str]:
     """The plan of the recipe, and the setting that would have been enough."""
     tokens = -(-max(location.tokens, recipe.max_length * recipe.batch_size) // recipe.batch_size)
-    from seqtile.planner.memory_plan import Planner
-
     try:
-        request = request_of(recipe, nodes=launched_nodes())
-        estimate = Planner(request, recipe.max_length).estimate(tokens)
-        settings = _failed_settings(recipe, location)
-        avoided = would_avoid(request, settings, tokens, max(1, location.asked), can_offload=can_offload())
+        request, settings = request_of(recipe, nodes=launched_nodes()), _failed_settings(recipe, location)
+        estimate, avoided = would_avoid(request, settings, tokens, max(1, location.asked), can_offload=can_offload())
     except (UserError, RuntimeError, ValueError, TypeError, AttributeError, KeyError) as error:
         return [f"no plan is available: {(str(error).splitlines() or [type(error).__name__])[0]}"]
     device, gib = estimate.device, 2**30
