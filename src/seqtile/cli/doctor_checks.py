@@ -65,7 +65,7 @@ def run_features(device: torch.device) -> Iterator[FeatureResult]:
     torch.manual_seed(0)
     ids = torch.randint(0, 128, (BATCH, TOKENS)).to(device)
     with torch.device(device):
-        plain_models = {False: _tiny_llama().to(dtype), True: _tiny_lfm2().to(dtype)}
+        plain_models = {with_state: _tiny_model(with_state).to(dtype) for with_state in (False, True)}
     for name, feature in FEATURES.items():
         version = package_version(feature.library)
         # Layers of transformers 5.0 pass their state differently, which seqtile does not tile.
@@ -81,27 +81,17 @@ def run_features(device: torch.device) -> Iterator[FeatureResult]:
                 yield FeatureResult(name, f"failed: {type(error).__name__}: {first_line[:200]}")
 
 
-def _tiny_llama() -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
+def _tiny_model(with_state: bool) -> Any:
+    """A Llama, or two short convolutions of LFM2, the cheapest layers with a state."""
+    from transformers import Lfm2Config, Lfm2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=128, hidden_size=128, intermediate_size=256, num_hidden_layers=LAYERS, num_attention_heads=2,
-            num_key_value_heads=2, max_position_embeddings=TOKENS, use_cache=False,
-        )
-    ).train()  # fmt: skip
-
-
-def _tiny_lfm2() -> Any:
-    """Two short convolutions, the cheapest layers with a state."""
-    from transformers import Lfm2Config, Lfm2ForCausalLM
-
-    return Lfm2ForCausalLM(
-        Lfm2Config(
-            vocab_size=128, hidden_size=128, intermediate_size=256, num_hidden_layers=LAYERS, num_attention_heads=2,
-            num_key_value_heads=2, max_position_embeddings=TOKENS, use_cache=False, layer_types=["conv"] * LAYERS,
-        )
-    ).train()  # fmt: skip
+    sizes: dict[str, Any] = dict(
+        vocab_size=128, hidden_size=128, intermediate_size=256, num_hidden_layers=LAYERS, num_attention_heads=2,
+        num_key_value_heads=2, max_position_embeddings=TOKENS, use_cache=False,
+    )  # fmt: skip
+    if with_state:
+        return Lfm2ForCausalLM(Lfm2Config(**sizes, layer_types=["conv"] * LAYERS)).train()
+    return LlamaForCausalLM(LlamaConfig(**sizes)).train()
 
 
 def _prepared(name: str, model: Any) -> Any:

@@ -157,8 +157,8 @@ def _lines(outcome: Outcome, comparison: Comparison | None) -> list[tuple[str, s
         split = f", {recipe.split} per sequence" if recipe.split > 1 else ""
         engine = f"{recipe.engine}, {recipe.nproc} processes{split}; time and memory of rank 0"
         lines.append(("engine", engine))
-    lines += [("data", str(summary)) for name, summary in outcome.data.items() if name == "train"]
-    lines += [("eval", str(summary)) for name, summary in outcome.data.items() if name == "eval"]
+    sets = {"train": "data", "eval": "eval"}
+    lines += [(title, str(outcome.data[name])) for name, title in sets.items() if name in outcome.data]
     if outcome.tiling is None:
         lines.append(("tiled", "nothing (tiled_mlp: false)"))
     else:

@@ -103,11 +103,11 @@ def command(flags: TrainFlags) -> None:
     """Train a causal language model on long sequences, in tiles."""
     from seqtile.cli import show
     from seqtile.train.check_early import check_early
-    from seqtile.train.ranks import is_first
+    from seqtile.train.ranks import is_first, is_launched
     from seqtile.train.resume import resumed_recipe
     from seqtile.train.run import locate, require_packages
 
-    launched = {"LOCAL_RANK", "WORLD_SIZE"} <= os.environ.keys()
+    launched = is_launched()
     nodes = _find_nodes(flags, launched)
     given, values = flags.settings(), read_recipe(flags.recipe) if flags.recipe else {}
     if flags.resume and flags.overwrite:

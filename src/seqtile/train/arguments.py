@@ -72,7 +72,13 @@ def trainer_arguments(recipe: Recipe, output: Path, *, documents: bool, rows: in
     if recipe.save_steps:
         values["save_steps"] = recipe.save_steps
     if recipe.eval_dataset is not None:
-        values |= _evaluation(recipe)
+        # Each at a step that is saved, so that the best checkpoint is one that can be kept.
+        every = recipe.eval_steps or recipe.save_steps or 500
+        values |= {
+            "eval_strategy": "steps", "eval_steps": every, "save_steps": recipe.save_steps or every,
+            "per_device_eval_batch_size": recipe.batch_size, "metric_for_best_model": best_metric(recipe),
+            "prediction_loss_only": True,
+        }  # fmt: skip
     if recipe.is_demo:
         values |= {"warmup_steps": 3, "lr_scheduler_type": "cosine"}
     values |= trainer_values(recipe)
@@ -162,19 +168,6 @@ def _short(count: int) -> str:
         if count >= unit:
             return f"{count / unit:.3g}{name}" if count < 100 * unit else f"{count / unit:,.0f}{name}"
     return f"{count:,}"
-
-
-def _evaluation(recipe: Recipe) -> dict[str, Any]:
-    """Evaluations, each at a step that is saved, so that the best checkpoint is one that can be kept."""
-    every = recipe.eval_steps or recipe.save_steps or 500
-    return {
-        "eval_strategy": "steps",
-        "eval_steps": every,
-        "save_steps": recipe.save_steps or every,
-        "per_device_eval_batch_size": recipe.batch_size,
-        "metric_for_best_model": best_metric(recipe),
-        "prediction_loss_only": True,
-    }
 
 
 def _packing(recipe: Recipe, documents: bool) -> dict[str, Any]:

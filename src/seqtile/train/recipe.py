@@ -478,14 +478,13 @@ def build_recipe(file_values: Mapping[str, Any], flag_values: Mapping[str, Any])
     """
     notes: list[str] = []
     merged: dict[str, Any] = {}
-    trainer = {**_section(file_values, "trainer"), **_section(flag_values, "trainer")}
     for values, source in ((file_values, "the recipe"), (flag_values, "the flags")):
         folded = _fold_peer_keys(dict(values), source, notes)
         if folded.get("tiled_mlp") is False:  # a flag that turns off the recipe's tiling
             merged = {key: value for key, value in merged.items() if key not in OF_BLOCKS}
+        if isinstance(folded.get("trainer"), Mapping) and isinstance(merged.get("trainer"), Mapping):
+            folded["trainer"] = {**merged["trainer"], **folded["trainer"]}
         merged.update(folded)
-    if trainer:
-        merged["trainer"] = trainer
     if merged.get("qlora") and merged.get("lora") is None:
         merged["lora"] = {}
     _refuse_unknown(merged, recipe_keys(), "")
@@ -571,12 +570,6 @@ def parse_lora(text: str) -> dict[str, Any]:
     if re.fullmatch(r"\w+(\+\w+)*", targets):
         values["target_modules"] = targets.split("+")
     return values
-
-
-def _section(values: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """A section of the file or the flags; the schema refuses other types."""
-    section = values.get(name)
-    return dict(section) if isinstance(section, Mapping) else {}
 
 
 def _fold_peer_keys(values: dict[str, Any], source: str, notes: list[str]) -> dict[str, Any]:
