@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 import tiny_run
@@ -334,7 +335,7 @@ def test_the_length_alone_chooses_where_there_is_an_accelerator(folder: Path, mo
     told: list[str] = []
     plain = recipe_of(folder)
     assert plain.fit is None and run.fitted(plain, None, told.append) == plain and told == []  # none here
-    monkeypatch.setattr(fits, "can_offload", lambda: True)
+    monkeypatch.setattr(run, "accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(
         fits, "fit_recipe", lambda recipe, _: fits.Fitted(recipe.model_copy(update={"fit": False}), ("why",))
     )

@@ -7,18 +7,21 @@ resolved recipe holds the choice, so that a resumed run takes the same and does 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from seqtile._errors import UserError
-from seqtile.devices import available_host_bytes, device_name, device_type, total_device_bytes
-from seqtile.options import DEFAULTS
+from seqtile.devices import accelerator, available_host_bytes, device_name, device_type, total_device_bytes
+from seqtile.fitting import choose, host_as_device, planned_attention, planned_optimizer, planned_precision
+from seqtile.options import DEFAULTS, TilingOptions
+from seqtile.planner.accelerators import Device
+from seqtile.planner.ladder import CHOSEN
+from seqtile.planner.request import Request
+from seqtile.planner.step_config import Lora
 from seqtile.tiling import parse_bytes
+from seqtile.train.load import load_config, weights_dtype
 from seqtile.train.recipe import TRL_LOSS_TILE, Recipe
-
-if TYPE_CHECKING:
-    from seqtile.options import TilingOptions
-    from seqtile.planner.accelerators import Device
-    from seqtile.planner.request import Request
 
 
 @dataclass(frozen=True)
@@ -40,9 +43,6 @@ def fit_recipe(recipe: Recipe, nodes: int = 1) -> Fitted:
         UserError: a setting that no plan knows.
         RunError: nothing fits.
     """
-    from seqtile.fitting import choose
-    from seqtile.planner.ladder import CHOSEN
-
     memory = parse_bytes(recipe.fit) if isinstance(recipe.fit, str) else None
     settings = settings_of(recipe)
     fixed = {name: getattr(settings, name) for name in CHOSEN if getattr(recipe.options, name) != DEFAULTS[name]}
@@ -53,18 +53,11 @@ def fit_recipe(recipe: Recipe, nodes: int = 1) -> Fitted:
     if not recipe.tiled_mlp:
         fixed |= {name: getattr(settings, name) for name in ("tile", "keep", "blocks")}
     choice = choose(
-        request_of(recipe, memory, nodes), recipe.max_length, fixed, can_offload=can_offload(),
+        request_of(recipe, memory, nodes), recipe.max_length, fixed, can_offload=accelerator() is not None,
         packed=bool(recipe.packing),
     )  # fmt: skip
     chosen = recipe.changed(**updates_of(choice.options, recipe), fit=False)
     return Fitted(chosen, tuple(f"fit: {sentence}" for sentence in choice.why))
-
-
-def can_offload() -> bool:
-    """Whether there is an accelerator, from which checkpoints can be copied to the host."""
-    import torch
-
-    return torch.accelerator.is_available()
 
 
 def request_of(recipe: Recipe, memory: int | None = None, nodes: int = 1) -> Request:
@@ -78,11 +71,6 @@ def request_of(recipe: Recipe, memory: int | None = None, nodes: int = 1) -> Req
     Raises:
         UserError: something that no plan knows.
     """
-    from seqtile.fitting import planned_attention, planned_optimizer
-    from seqtile.planner.request import Request
-    from seqtile.planner.step_config import Lora
-    from seqtile.train.load import load_config
-
     quantised = recipe.model_kwargs.get("quantization_config") or {}
     four_bit = recipe.qlora or (isinstance(quantised, dict) and bool(quantised.get("load_in_4bit")))
     if quantised and not (four_bit and recipe.lora):
@@ -100,7 +88,7 @@ def request_of(recipe: Recipe, memory: int | None = None, nodes: int = 1) -> Req
         precision=_precision(recipe, config), batch=recipe.batch_size, accumulation=recipe.gradient_accumulation,
         liger=bool(recipe.trainer.get("use_liger_kernel")), scans="installed",
         attention=planned_attention(recipe.attn_implementation), device_type=device_type(),
-        host_memory=(available_host_bytes() or None) if can_offload() else None,
+        host_memory=(available_host_bytes() or None) if accelerator() else None,
     )  # fmt: skip
 
 
@@ -110,14 +98,9 @@ def find_memory(recipe: Recipe, memory: int | None = None, nodes: int = 1) -> De
     Raises:
         UserError: the system does not say.
     """
-    import torch
-
-    from seqtile.fitting import host_as_device
-    from seqtile.planner.accelerators import Device
-
     if memory is not None:
         return Device("the memory given", memory, None, "as given")
-    if not torch.accelerator.is_available():
+    if accelerator() is None:
         return host_as_device(-(-(recipe.nproc or 1) // nodes))
     memory, name = min(
         (total_device_bytes(index), device_name(index)) for index in range(torch.accelerator.device_count())
@@ -160,11 +143,6 @@ def updates_of(settings: TilingOptions, recipe: Recipe) -> dict[str, Any]:
 
 
 def _precision(recipe: Recipe, config: Any) -> str:
-    import torch
-
-    from seqtile.fitting import planned_precision
-    from seqtile.train.load import weights_dtype
-
     dtype = weights_dtype(recipe)
     dtype = getattr(config, "dtype", None) or torch.float32 if dtype == "auto" else dtype
     autocast = recipe.dtype != "float32" and recipe.trainer.get("bf16") is not False

@@ -19,12 +19,12 @@ import torch
 from seqtile._compat import restore_step_sums, step_sums
 from seqtile._errors import RunError, UserError
 from seqtile._log import first_rank_logger
-from seqtile.devices import empty_cache
+from seqtile.devices import accelerator, empty_cache
 from seqtile.models.causal import causal_model
 from seqtile.planner.ladder import changes, tighter, would_avoid
 from seqtile.planner.step_config import Built, Setup
 from seqtile.planner.tile_choice import largest_tile
-from seqtile.train.fit import can_offload, request_of, settings_of, updates_of
+from seqtile.train.fit import request_of, settings_of, updates_of
 from seqtile.train.load import tile, tile_head
 from seqtile.train.out_of_memory import Place, Whereabouts, device_memory, find_place, is_out_of_memory, largest_tensors
 from seqtile.train.ranks import launched_nodes
@@ -60,7 +60,7 @@ def next_retry(recipe: Recipe, location: Place, done: int) -> dict[str, Any] | N
     if recipe.on_oom != "retry" or not location.phase or done >= MOST_RETRIES:
         return None
     failed = current = _failed_settings(recipe, location)
-    while (after := tighter(current, can_offload=can_offload())) is not None:
+    while (after := tighter(current, can_offload=accelerator() is not None)) is not None:
         keys = updates_of(after, recipe)
         now_set = recipe.model_dump()
         if any(now_set[key] != value for key, value in keys.items()):
@@ -246,7 +246,9 @@ def _by_plan(recipe: Recipe, location: Place) -> list[str]:
     tokens = -(-max(location.tokens, recipe.max_length * recipe.batch_size) // recipe.batch_size)
     try:
         request, settings = request_of(recipe, nodes=launched_nodes()), _failed_settings(recipe, location)
-        estimate, avoided = would_avoid(request, settings, tokens, max(1, location.asked), can_offload=can_offload())
+        estimate, avoided = would_avoid(
+            request, settings, tokens, max(1, location.asked), can_offload=accelerator() is not None
+        )
     except (UserError, RuntimeError, ValueError, TypeError, AttributeError, KeyError) as error:
         return [f"no plan is available: {(str(error).splitlines() or [type(error).__name__])[0]}"]
     device, gib = estimate.device, 2**30

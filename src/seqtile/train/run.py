@@ -118,12 +118,12 @@ def fitted(recipe: Recipe, start: Path | None, tell: Callable[[str], None], node
         UserError: it was told to, and no plan knows a setting.
         RunError: it was told to, and nothing fits.
     """
-    from seqtile.train.fit import can_offload, fit_recipe
-
-    if recipe.fit is False or (recipe.fit is None and (recipe.is_demo or not can_offload())):
+    if recipe.fit is False or (recipe.fit is None and (recipe.is_demo or accelerator() is None)):
         return recipe
     if start is not None:
         return recipe.model_copy(update={"fit": False})
+    from seqtile.train.fit import fit_recipe
+
     try:
         choice = fit_recipe(recipe, nodes)
     except Exception as error:
