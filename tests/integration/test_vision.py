@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import Trainer, TrainingArguments
 
 import seqtile
 from seqtile._errors import UserError
@@ -407,3 +409,25 @@ def test_every_technique_is_exact_and_has_an_effect_with_pictures_in_the_sequenc
     assert_same_gradients(got, expected)
     without_effect = technique == "chunk" and family in PICTURES_SEE_EACH_OTHER
     assert bool(warned(caplog)) == without_effect, caplog.text
+
+
+def test_a_trainer_with_the_callback_has_the_untiled_losses(tmp_path: Path) -> None:
+    batch = batch_of(picture_model("qwen3_vl"), pixels_of("qwen3_vl", 5, torch.float32, video=True))
+
+    def losses(*callbacks: seqtile.TilingCallback) -> list[float]:
+        model = picture_model("qwen3_vl")
+        settings = dict(max_steps=3, per_device_train_batch_size=1, logging_steps=1, learning_rate=1e-2)
+        arguments = TrainingArguments(
+            str(tmp_path), report_to=[], use_cpu=True, save_strategy="no", disable_tqdm=True, **settings
+        )
+        trainer = Trainer(
+            model, arguments, train_dataset=[0] * 8, callbacks=[*callbacks],
+            data_collator=lambda _: {name: value.clone() for name, value in batch.items()},
+        )  # fmt: skip
+        trainer.train()
+        assert [tower.groups for tower in VisionTechnique.standing(model)] == [3] * len(callbacks)
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+    expected = losses()
+    got = losses(seqtile.TilingCallback(vision=2, tile=8, loss="tiled"))
+    assert len(got) == 3 and got == pytest.approx(expected, rel=1e-5)
