@@ -137,7 +137,6 @@ def run_with_state(
         begins: numbers of the tiles besides the first at which a sequence begins: they get no state.
         weights, changed: as for :func:`run_in_tiles`.
         before_backward: called with ``tensors`` before the first tile of a backward is recomputed.
-        after_backward: called after the backward of all tiles.
         after_backward: called after the last tile's backward.
 
     Returns:
