@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from seqtile.shared_prompts.model import SharedPrompts as SharedPrompts
     from seqtile.shared_prompts.model import share_prompts as share_prompts
     from seqtile.shared_prompts.rows import TreeRow as TreeRow
+    from seqtile.shared_prompts.rows import collate_tree as collate_tree
     from seqtile.shared_prompts.rows import tree_row as tree_row
     from seqtile.verification import VerifyResult as VerifyResult
     from seqtile.verification import check_gradients as check_gradients
@@ -53,6 +54,7 @@ _HOMES = {
     "applied": "seqtile.install.apply",
     "apply": "seqtile.install.apply",
     "check_gradients": "seqtile.verification",
+    "collate_tree": "seqtile.shared_prompts.rows",
     "count_live_bytes": "seqtile.counting.live",
     "count_products": "seqtile.counting.products",
     "deferred_logits": "seqtile.lm_loss.tiled_loss",

@@ -11,6 +11,7 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForSeq2Seq, Trainer, TrainingArguments
 
 import seqtile
 import tiny_run
@@ -215,3 +216,33 @@ def test_refused(directory: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="output_router_logits"):
         tile_trainer(trainer, shared_prompts=True)
     assert not any("TreeCalls" in repr(hook) for m in trainer.model.modules() for hook in m._forward_hooks.values())
+
+
+def test_the_collator_of_transformers_trainer(directory: Path, tmp_path: Path) -> None:
+    """Groups of different sizes, prompts that are not scored, and two micro-batches per step."""
+    draw = torch.Generator().manual_seed(0)
+    samples = []
+    for answers in (3, 1, 2, 2):
+        prompt = torch.randint(5, 60, (20,), generator=draw).tolist()
+        for length in range(2, 2 + answers):
+            answer = torch.randint(5, 60, (length,), generator=draw).tolist()
+            samples.append({"input_ids": prompt + answer, "labels": [-100] * len(prompt) + answer})
+    results, tokens = [], []
+    for shared in (False, True):
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(directory)
+        tokens.append(Tokens(model))
+        arguments = TrainingArguments(
+            output_dir=str(tmp_path), per_device_train_batch_size=4, gradient_accumulation_steps=2, max_steps=3,
+            logging_steps=1, report_to=[], use_cpu=True, save_strategy="no", train_sampling_strategy="sequential",
+            seed=1,
+        )  # fmt: skip
+        if shared:
+            share_prompts(model)
+        collator = seqtile.collate_tree if shared else DataCollatorForSeq2Seq(tokenizer, padding=True)
+        trainer = Trainer(model, arguments, train_dataset=Dataset.from_list(samples), data_collator=collator)
+        trainer.train()
+        results.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    assert len(results[0]) == 3 and len(set(results[0])) == 3
+    assert results[1] == pytest.approx(results[0], rel=1e-5)
+    assert tokens[1].trained < 0.75 * tokens[0].trained

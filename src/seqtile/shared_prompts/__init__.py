@@ -4,6 +4,6 @@ Imported only where it is asked for. :func:`tree_row` packs samples, :func:`shar
 """
 
 from seqtile.shared_prompts.model import SharedPrompts, share_prompts
-from seqtile.shared_prompts.rows import TreeRow, tree_row
+from seqtile.shared_prompts.rows import TreeRow, collate_tree, tree_row
 
-__all__ = ["SharedPrompts", "TreeRow", "share_prompts", "tree_row"]
+__all__ = ["SharedPrompts", "TreeRow", "collate_tree", "share_prompts", "tree_row"]

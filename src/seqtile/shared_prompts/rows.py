@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,6 +111,24 @@ def tree_row(
         SegmentTable(tuple(forest.starts), tuple(forest.parents), forest.tokens, sum(map(len, rows))),
         torch.cat(predicted_at).to(device), tuple(map(len, predicted_at)),
     )  # fmt: skip
+
+
+def collate_tree(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """A batch as one row in which each common prefix is there once: ``Trainer(data_collator=seqtile.collate_tree)``.
+
+    For a model on which :func:`share_prompts` was called. A token that several samples score, such as one of a common
+    beginning, counts once in the loss; prompts that are not scored leave it as it is.
+
+    Args:
+        samples: of a micro-batch, each with ``input_ids`` ``[tokens]``, without padding, and ``labels`` ``[tokens]``:
+            the token where it is scored, -100 elsewhere. Without ``labels`` every token is scored.
+
+    Returns:
+        Arguments of the model. Labels are shifted already.
+    """
+    scored = [torch.as_tensor(sample.get("labels", sample["input_ids"]), device="cpu") != IGNORED for sample in samples]
+    row = tree_row([sample["input_ids"] for sample in samples], scored)
+    return {**row.inputs, "labels": row.labels, "shift_labels": row.labels}
 
 
 def _mask(row: Tensor, scored: int | Sequence[bool] | Tensor | None) -> Tensor:
