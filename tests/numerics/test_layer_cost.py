@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 import seqtile
-from seqtile.install import apply as applying
+from seqtile.blocks import install_blocks
 from zoo import HIDDEN, INTERMEDIATE, causal_lm, tokens
 
 BATCH, LENGTH, LAYERS, RANK = 2, 24, 2, 5
@@ -93,7 +93,7 @@ def test_a_norm_after_the_mlp_runs_in_the_tile(
     assert _units(_checkpointed(causal_lm(architecture))) == 12
     assert _units(_checkpointed(_tiled(causal_lm(architecture), count, path))) == 12
     assert _units(_checkpointed(_tiled(_freeze_mlps(causal_lm(architecture)), count, path))) == 9
-    monkeypatch.setattr(applying, "needs_output", lambda layer, near: False)
+    monkeypatch.setattr(install_blocks, "needs_output", lambda layer, near: False)
     assert (
         _units(_checkpointed(_tiled(causal_lm(architecture), count, path))) == 14
     )  # what tiling the MLP alone would cost
