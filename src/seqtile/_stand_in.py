@@ -89,6 +89,18 @@ class ForwardStandIn(StandIn):
     def install(self) -> None:
         self.module.__dict__.update({"forward": self, "extra_repr": _Note(self), REPLICATE: refuse_replicas})
 
+    def take_out(self) -> None:
+        """Put back what the instance had before, also where another replacement was put over this one since."""
+        attributes = self.module.__dict__
+        above = attributes.get("forward")
+        while isinstance(above, ForwardStandIn) and above is not self and above.before.get("forward") is not self:
+            above = above.before.get("forward")
+        if isinstance(above, ForwardStandIn) and above is not self:
+            attributes = above.before
+        for name in self.changed:
+            attributes.pop(name, None)
+        attributes.update(self.before)
+
     @property
     def original(self) -> Callable[..., Any]:
         """The forward that the instance had: its own if one was set before, else its class's.

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from accelerate.hooks import ModelHook, add_hook_to_module
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,8 +20,10 @@ import axolotl_standin
 import seqtile
 from numerics.test_effects import layer_inputs
 from seqtile import host_weights
+from seqtile.blocks.instance import installed_forwards
 from seqtile.blocks.layer import TiledLayer
 from seqtile.checkpointing.policies import standing_checkpointing
+from seqtile.engines.zero3 import is_marked
 from seqtile.fitting import Choice, apply_choice, choose_for
 from seqtile.host_weights import standing_host_weights
 from seqtile.install.apply import apply_options, carries
@@ -260,3 +263,62 @@ def same(one: Any, other: Any) -> bool:
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(one[name] is other[name] for name in one)
     return one is other or (isinstance(one, int) and one == other)
+
+
+def chunked(model: nn.Module) -> None:
+    """Chunks whose guard hangs on the module around the layers, and a hook of accelerate's over a tiled forward."""
+    seqtile.apply(model, tile=BLOCK, loss="tiled", chunk=8, segment=2)
+    add_hook_to_module(last_mlp(model), ModelHook())
+
+
+def test_a_refused_call_leaves_hooks_and_forwards_under_them() -> None:
+    model, untouched = build(), build()
+    chunked(model)
+    chunked(untouched)
+    before = snapshot(model)
+    with pytest.raises(seqtile.UserError):
+        seqtile.apply(model, tile="memory:1B")
+    after = snapshot(model)
+    assert not [name for name in before if not same(before[name], after[name])]
+    assert_same_gradients(step(model)[1], step(untouched)[1])
+    seqtile.undo(model)
+    assert not installed_forwards(model)
+
+
+@pytest.mark.parametrize("weights", [False, True])
+def test_verify_leaves_what_stands(weights: bool) -> None:
+    model = build()
+    if weights:
+        seqtile.apply(model, tile=BLOCK, loss="tiled", heads=1, state=STATE, offload="checkpoints+weights")
+        step(model)  # after it nothing is watched any more
+    else:
+        chunked(model)
+    before = snapshot(model)
+    ids = tokens(BATCH, LENGTH)
+    for settings in ({}, {"tile": MODULE}):
+        assert seqtile.verify(model, {"input_ids": ids, "labels": ids}, **settings)
+        after = snapshot(model)
+        assert not [name for name in before if not same(before[name], after[name])], settings
+    assert bool(standing_host_weights(model)) == weights
+
+
+@pytest.mark.parametrize("second", [{"chunk": 8}, {"checkpoint": "attention-saved"}, {"keep": 0.5}])
+def test_two_calls_are_refused_as_one_would_be(second: dict[str, Any]) -> None:
+    first = {"checkpoint": "attention-saved", "keep": 0.5} if "chunk" in second else {"chunk": 8}
+    model = build()
+    seqtile.apply(model, **first)
+    before = snapshot(model)
+    blocks = {} if "keep" in second else {"blocks": "none"}
+    with pytest.raises(seqtile.UserError, match="chunk"):
+        seqtile.apply(model, **blocks, **second)
+    after = snapshot(model)
+    assert not [name for name in before if not same(before[name], after[name])]
+
+
+def test_layers_stay_marked_for_zero3_when_another_technique_comes_off() -> None:
+    expected, model = build(), build()
+    seqtile.apply(expected, tile=BLOCK, state=STATE)
+    seqtile.apply(model, tile=BLOCK, chunk=8)
+    seqtile.apply(model, blocks="none", state=STATE)
+    marked = [[name for name, module in one.named_modules() if is_marked(module)] for one in (expected, model)]
+    assert marked[0] == marked[1] and len(marked[0]) > 1

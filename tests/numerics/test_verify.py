@@ -34,7 +34,7 @@ def tokens(batch: int = 2, length: int = 50) -> dict[str, Tensor]:
 
 def plant(monkeypatch: pytest.MonkeyPatch, fault: Plant) -> None:
     """Let the tiled run, and no other, have a fault; ``fault`` returns a handle whose ``remove`` takes it away."""
-    applied = compare.applied
+    applied = compare.tiled_for_comparison
 
     @contextmanager
     def faulty(model: nn.Module, **words: Any) -> Iterator[Any]:
@@ -43,7 +43,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, fault: Plant) -> None:
             yield report
             handle.remove()
 
-    monkeypatch.setattr(compare, "applied", faulty)
+    monkeypatch.setattr(compare, "tiled_for_comparison", faulty)
 
 
 class Scaled(torch.autograd.Function):
@@ -470,7 +470,7 @@ def test_everything_is_left_as_it_was(tiled_before: bool, fails: bool) -> None:
 def test_the_tiling_that_stands_is_the_one_that_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:
     model = zoo.causal_lm("llama")
     seqtile.apply(model, tile=16, only=MLP)
-    monkeypatch.setattr(compare, "applied", None)
+    monkeypatch.setattr(compare, "tiled_for_comparison", None)
     result = verify(model, tokens())
     assert result.blocks == 1
     assert (result.untiled.units, result.tiled.units) == (9.0, 10.0)  # per block of these sizes, one of two tiled

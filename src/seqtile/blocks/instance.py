@@ -33,7 +33,7 @@ from seqtile._technique import Technique
 from seqtile.blocks.call_arguments import Places, by_position
 from seqtile.engines.flat import ParameterSwap, call_with_weights, named_weights
 from seqtile.engines.granularity import refuse_gathering_inside
-from seqtile.engines.zero3 import unmark_leaf
+from seqtile.engines.zero3 import is_marked, mark_leaf, unmark_leaf
 from seqtile.engines.zero12 import reduces_as_they_arrive
 from seqtile.ops.fused_norm import fused_norm
 from seqtile.ops.mlp import FusedWeights, fused_mlp
@@ -290,14 +290,16 @@ class Installed(ForwardStandIn):
 
     def remove(self) -> None:
         """Put every attribute back as it was."""
-        unmark_leaf(self.module)
-        attributes = self.module.__dict__
+        module = self.module
+        attributes = module.__dict__
         if attributes.get(HOOKED_FORWARD) is self:  # accelerate's hooks were put around it
             attributes[HOOKED_FORWARD] = self.original
-            self.before["forward"] = attributes["forward"]
-        for name in self.changed:
-            attributes.pop(name, None)
-        attributes.update(self.before)
+            self.before = {**self.before, "forward": attributes["forward"]}
+        self.take_out()
+        marked = is_marked(module)
+        unmark_leaf(module)
+        if marked and isinstance(attributes.get("forward"), Installed):  # of another technique, which needs it too
+            mark_leaf(module)
 
     takes_norm = False
     """Whether it can be called with ``norm_before=``, the norm of its input, which then runs inside."""
@@ -534,8 +536,8 @@ def installed_forwards(model: nn.Module) -> list[Installed]:
     for module in model.modules():
         for name in ("forward", HOOKED_FORWARD):
             forward = module.__dict__.get(name)
-            while isinstance(forward, Installed):
-                installed.append(forward)
+            while isinstance(forward, ForwardStandIn):
+                installed += [forward] if isinstance(forward, Installed) else []
                 forward = forward.before.get("forward")
     return installed
 

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 
-from seqtile._compat import forward_pre_hooks_of, untested
+from seqtile._compat import untested
 from seqtile._errors import UserError, expect_module
+from seqtile._technique import Technique
 from seqtile.blocks.instance import TiledForward, installed_forwards, logger
 from seqtile.blocks.layer import TiledLayer
 from seqtile.blocks.norms_and_projections import KernelNorm, TiledRows
 from seqtile.engines.granularity import refuse_wrapped
 from seqtile.install.report import Report
-from seqtile.install.techniques import EXCLUDES, known_techniques, order_of, wanted_techniques
+from seqtile.install.standing import Standing
+from seqtile.install.techniques import EXCLUDES, NOTHING_REPLACED, known_techniques, order_of, wanted_techniques
 from seqtile.install.tile_effects import remove_tile_effects, watch_tiles
 from seqtile.options import Only, TilingOptions
 from seqtile.rules import Combination, check_combination
@@ -155,18 +157,20 @@ def apply_options(model: nn.Module, options: TilingOptions, *, others_stay: bool
         technique for technique in {*wanted, *standing}
         if technique.on_forwards and (technique in wanted or technique.name in excluded or not others_stay)
     ]  # fmt: skip
-    lowest = min(map(order_of, replaced), default=len(known_techniques()))
-    over = [technique for technique in standing if technique.on_forwards and order_of(technique) >= lowest]
-    again = [t for t in over if others_stay and t not in wanted and t.name not in excluded]
+    lowest = min(map(order_of, replaced), default=NOTHING_REPLACED)
+    removed = [technique for technique in standing if technique.on_forwards and order_of(technique) >= lowest]
+    stays = [t for t in standing if others_stay and t not in wanted and t.name not in excluded]
+    _check_with_standing(model, options, stays)
+    reinstalled = [technique for technique in removed if technique in stays]
     for technique in standing if others_stay else ():
-        if technique in wanted or technique in again:
+        if technique in wanted or technique in reinstalled:
             options = technique.with_standing(model, options)
-    uses = [technique(model, options) for technique in sorted([*wanted, *again], key=order_of)]
+    uses = [technique(model, options) for technique in sorted([*wanted, *reinstalled], key=order_of)]
     for use in uses:
         use.check()
     inside = [name for use in uses for name in use.inside]
     with _restored_on_failure(model):
-        for technique in reversed(over):
+        for technique in reversed(removed):
             technique.remove(model)
         done = {use.name: use.install(inside) for use in uses}
     for technique in standing:
@@ -180,25 +184,21 @@ def apply_options(model: nn.Module, options: TilingOptions, *, others_stay: bool
     return report
 
 
+def _check_with_standing(model: nn.Module, options: TilingOptions, stays: Iterable[type[Technique]]) -> None:
+    """Refuse what one call would refuse, where an earlier call did a part of it."""
+    for technique in stays:
+        options = technique.with_standing(model, options)
+    check_combination(Combination(options))
+
+
 @contextmanager
 def _restored_on_failure(model: nn.Module) -> Iterator[None]:
-    """Put the tiled forwards back that stand on ``model`` now, if the ``with`` block raises."""
-    before = installed_forwards(model)
-    attentions = [(forward, forward.attention) for forward in before if isinstance(forward, TiledLayer)]
-    modules = dict.fromkeys(forward.module for forward in before)
-    attributes = [(module, dict(module.__dict__), dict(forward_pre_hooks_of(module))) for module in modules]
+    """Put back what stands on ``model`` now, if the ``with`` block raises."""
+    standing = Standing(model)
     try:
         yield
     except BaseException:
-        for forward in installed_forwards(model):
-            if forward not in before:
-                forward.remove()
-        for layer, attention in attentions:
-            layer.attention = attention
-        for module, attributes_before, hooks in attributes:
-            module.__dict__.update(attributes_before)
-            forward_pre_hooks_of(module).clear()
-            forward_pre_hooks_of(module).update(hooks)
+        standing.changed().undo()
         raise
 
 
@@ -220,8 +220,13 @@ def replacing_all(model: nn.Module) -> Iterator[None]:
 def undo(model: nn.Module) -> int:
     """Take every tiled ``forward`` off ``model`` and restore each attribute; returns how many blocks' came off."""
     expect_module(model, "undo")
-    for technique in known_techniques():
-        if not technique.on_forwards:
+    return take_off(model)
+
+
+def take_off(model: nn.Module, *, leave: str = "") -> int:
+    """:func:`undo`, but for the technique of the name ``leave``."""
+    for technique in reversed(known_techniques()):
+        if not technique.on_forwards and technique.name != leave:
             technique.remove(model)
     remove_tile_effects(model)
     blocks = 0

@@ -34,16 +34,19 @@ _ENTRIES = (
     ),
     _Entry(lambda asked: asked.state is not None, "state.state_layers", "StateTechnique", "state.tiled_state"),
     _Entry(lambda asked: asked.chunk is not None, "chunks.install_chunks", "ChunksTechnique", "chunks.segment"),
-    # Moving the weights is the one change of these three that can fail, and leaves them as they were.
-    _Entry(lambda asked: asked.weights_on_host, "host_weights", "HostWeightsTechnique", "host_weights"),
     _Entry(
         lambda asked: asked.checkpoint is not None or bool(asked.offload_room), "install.checkpoints",
         "CheckpointTechnique", "checkpointing.policies",
     ),
     _Entry(lambda asked: asked.loss is not None, "lm_loss.tiled_loss", "LossTechnique", "lm_loss.tiled_loss"),
     _Entry(lambda asked: asked.vision is not None, "vision.install_vision", "VisionTechnique", "vision.tower"),
+    # Last, since a call that fails puts back attributes and hooks, and no weights that have moved.
+    _Entry(lambda asked: asked.weights_on_host, "host_weights", "HostWeightsTechnique", "host_weights"),
 )  # fmt: skip
 """In the order of installation: a replaced forward of a layer is put over those of the techniques above it."""
+
+NOTHING_REPLACED = len(_ENTRIES)
+"""A place behind every technique's."""
 
 EXCLUDES = {"chunk": ("heads", "state"), "heads": ("chunk",), "state": ("chunk",)}
 """Techniques that come off where one is asked for, since it does the same in another way."""

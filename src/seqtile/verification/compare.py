@@ -13,14 +13,18 @@ from torch import Tensor, nn
 
 from seqtile._errors import UserError, expect_module
 from seqtile.checkpointing.reentrant import non_reentrant
-from seqtile.install.apply import applied
 from seqtile.options import Only
 from seqtile.recognise.candidates import find_blocks
 from seqtile.verification.judge import TIMES, difference, groups, severity
 from seqtile.verification.one_step import BlockSizes, Loss, Measured, fresh, tiled_of
 from seqtile.verification.plain_autograd import without_recompute
 from seqtile.verification.result import Difference, VerifyResult
-from seqtile.verification.state import kept, refuse_what_cannot_be_compared, without_tiling
+from seqtile.verification.state import (
+    kept,
+    refuse_what_cannot_be_compared,
+    tiled_for_comparison,
+    without_tiling,
+)
 
 NON_REENTRANT = "the untiled run used non-reentrant checkpoints, the tiled one the model's reentrant ones"
 
@@ -90,7 +94,7 @@ def verify(
                 module.__dict__.update(attributes)
             tiling = nullcontext()
         else:
-            tiling = applied(model, tile="auto" if tile is None else tile, only=only)
+            tiling = tiled_for_comparison(model, tile="auto" if tile is None else tile, only=only)
         dropping: tuple[Measured, Measured] | None = None
         with tiling:
             tiled, blocks = Measured(model, batch, loss_fn, seed), tiled_of(model, candidates)

@@ -9,15 +9,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from seqtile._compat import forward_pre_hooks_of, has_gradient_step
+from seqtile._compat import has_gradient_step
 from seqtile._errors import UserError
-from seqtile.blocks.instance import Installed
-from seqtile.checkpointing.policies import standing_checkpointing
-from seqtile.install.apply import undo
-from seqtile.install.tile_effects import tile_effects
+from seqtile.blocks.instance import installed_forwards
+from seqtile.install.apply import apply, take_off
+from seqtile.install.report import Report
+from seqtile.install.standing import Standing
 from seqtile.lm_loss.tiled_loss import standing_losses
+from seqtile.options import Only
 
-Standing = list[tuple[nn.Module, dict[str, Any]]]
+Tiled = list[tuple[nn.Module, dict[str, Any]]]
 """Tiled modules with the attributes that make them so."""
 
 
@@ -59,33 +60,36 @@ def kept(model: nn.Module, seed: int) -> Iterator[None]:
 
 
 @contextmanager
-def without_tiling(model: nn.Module) -> Iterator[Standing]:
-    """Take the tiling off; yields what stood, and puts exactly that back at the end."""
-    losses, policies = standing_losses(model), standing_checkpointing(model)
-    tiled = [module for module in model.modules() if isinstance(module.__dict__.get("forward"), Installed)]
-    standing: Standing = [(module, dict(module.__dict__)) for module in tiled]
-    hooks = [dict(forward_pre_hooks_of(module)) for module in tiled]
+def without_tiling(model: nn.Module) -> Iterator[Tiled]:
+    """Take the tiling off; yields what stood, and puts exactly that back at the end.
+
+    Weights that wait on the host stay there: the device may lack room for them.
+    """
+    losses, forwards = standing_losses(model), installed_forwards(model)
+    tiled: Tiled = [(module, dict(module.__dict__)) for module in dict.fromkeys(one.module for one in forwards)]
     for loss in losses:
-        instance_attributes = loss.module.__dict__
-        standing.append(
-            (loss.module, {name: instance_attributes[name] for name in loss.changed if name in instance_attributes})
-        )
-    effects = tile_effects(model)
-    undo(model)
+        attributes = loss.module.__dict__
+        tiled.append((loss.module, {name: attributes[name] for name in loss.changed if name in attributes}))
+    befores = [(forward, forward.before) for forward in forwards]
+    standing = Standing(model)
+    take_off(model, leave="weights")
+    changes = standing.changed()
+    for forward, before in befores:  # which accelerate's hooks over a forward have changed
+        forward.before = before
     try:
-        yield standing
+        yield tiled
     finally:
-        for module, attributes in standing:
-            module.__dict__.update(attributes)
-        for module, listening in zip(tiled, hooks, strict=True):
-            forward_pre_hooks_of(module).clear()
-            forward_pre_hooks_of(module).update(listening)
-        for watched in effects:
-            watched.install()
-        for loss in losses:
-            loss.listen()
-        for policy in policies:
-            policy.install()
+        changes.undo()
+
+
+@contextmanager
+def tiled_for_comparison(model: nn.Module, *, tile: int | str, only: Only | None) -> Iterator[Report]:
+    """Blocks in tiles inside the ``with`` block; weights that wait on the host stay there."""
+    report = apply(model, tile=tile, only=only)
+    try:
+        yield report
+    finally:
+        take_off(model, leave="weights")
 
 
 @contextmanager
