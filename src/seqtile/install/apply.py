@@ -52,9 +52,9 @@ def apply(
     adapters are added, and before an engine (DDP, FSDP, DeepSpeed) wraps the model.
 
     A second call replaces what it asks for: the blocks (unless ``blocks="none"``), and each of ``loss``, ``checkpoint``
-    with ``offload``, ``heads``, ``state``, ``chunk`` and ``vision`` that it gives. What it does not ask for stays, as
-    does all of the first call if the second one is refused. :func:`fit` asks for everything; :func:`undo` takes
-    everything off.
+    with ``offload``, ``heads``, ``state``, ``chunk`` and ``vision`` that it gives. What it does not ask for stays, but
+    for ``heads`` and ``state``, whose place ``chunk`` takes, and the other way round. It is refused where one call for
+    both would be, and then changes nothing. :func:`fit` asks for everything; :func:`undo` takes everything off.
 
     Args:
         model: any ``nn.Module`` with position-wise blocks, on any device, the meta device included.
