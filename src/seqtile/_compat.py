@@ -121,6 +121,11 @@ MODULES, PARAMETERS, BUFFERS = "_modules", "_parameters", "_buffers"
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 """Where an instance of ``nn.Module`` keeps hooks on its calls."""
 
+HOOK_CONTAINERS = (
+    *HOOKS, "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs",
+)  # fmt: skip
+"""Attributes of a module with its hooks, or with what is known of each of them, by their handles' numbers."""
+
 PRE_HOOKS = HOOKS[1]
 """The hooks that run before the forward."""
 

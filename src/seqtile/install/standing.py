@@ -7,9 +7,10 @@ from typing import Any
 
 from torch import nn
 
+from seqtile._compat import HOOK_CONTAINERS
 from seqtile._stand_in import StandIn
 
-_NOTHING = object()
+_ABSENT = object()
 
 
 class Standing:
@@ -22,7 +23,7 @@ class Standing:
         """What is different since."""
         return StandingChanges(
             [
-                (now, before, {name: value for name, value in before.items() if now.get(name, _NOTHING) is not value},
+                (now, before, {name: value for name, value in before.items() if now.get(name, _ABSENT) is not value},
                  now.keys() - before.keys())
                 for now, before in self._namespaces
             ]
@@ -47,9 +48,8 @@ def _namespaces_of(model: nn.Module) -> Iterator[dict[Any, Any]]:
     for module in model.modules():
         attributes = module.__dict__
         yield attributes
-        for name, value in attributes.items():
-            if "_hooks" in name and isinstance(value, dict):
-                yield value
+        yield from (attributes[name] for name in HOOK_CONTAINERS)
+        for value in attributes.values():
             while isinstance(value, StandIn):
                 yield value.__dict__
                 yield value.before
