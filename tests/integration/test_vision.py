@@ -11,14 +11,27 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import Trainer, TrainingArguments
+from transformers import AutoConfig, AutoModelForImageTextToText, Trainer, TrainingArguments
 
 import seqtile
 from seqtile._errors import UserError
+from seqtile.counting.fake import fake_tensors
 from seqtile.counting.live import count_live_bytes
 from seqtile.vision.install_vision import VisionTechnique
 from seqtile.vision.tower import VisionTower
-from vision_zoo import BY_GRID, FAMILIES, VIDEOS, batch_of, owner_of, picture_model, pixels_of, sound_model
+from vision_zoo import (
+    BY_GRID,
+    END,
+    FAMILIES,
+    IMAGE,
+    START,
+    VIDEOS,
+    batch_of,
+    owner_of,
+    picture_model,
+    pixels_of,
+    sound_model,
+)
 from zoo import assert_same_gradients, gradients
 
 CALLS = [(family, video) for family in FAMILIES for video in (False, True) if not video or family in VIDEOS]
@@ -58,7 +71,7 @@ def test_the_loss_and_every_gradient_are_those_of_the_whole_tower(family: str, v
     loss, expected = gradients(model, batch)
     tower = in_groups_of(model, 2)
     got_loss, got = gradients(model, batch)
-    assert (tower.groups, tower.why_idle) == (3, "")
+    assert (tower.most_groups, tower.why_idle) == (3, "")
     torch.testing.assert_close(got_loss, loss)
     assert_same_gradients(got, expected)
 
@@ -83,7 +96,7 @@ def test_pictures_and_videos_in_one_batch(family: str) -> None:
     _, expected = gradients(model, batch)
     tower = in_groups_of(model, 2)
     assert_same_gradients(gradients(model, batch)[1], expected)
-    assert tower.groups == 3
+    assert tower.most_groups == 3
 
 
 def test_sounds_run_in_groups_of_clips() -> None:
@@ -101,7 +114,7 @@ def test_sounds_run_in_groups_of_clips() -> None:
     expected = step()
     tower = in_groups_of(model, 1)
     assert_same_gradients(step(), expected)
-    assert tower.groups == 3
+    assert tower.most_groups == 3
 
 
 def with_adapters(model: nn.Module) -> nn.Module:
@@ -152,7 +165,7 @@ def test_full_training_adapters_and_a_frozen_tower(
     gradients(model, batch)  # with the trial
     tower_calls.clear()
     assert_same_gradients(gradients(model, batch)[1], expected)
-    assert tower.groups == 3 and tower_calls
+    assert tower.most_groups == 3 and tower_calls
     assert any(tower_calls) == (trained is not with_frozen_tower), "a frozen tower is not recomputed, another one is"
 
 
@@ -163,7 +176,7 @@ def test_features_of_a_frozen_tower_have_no_graph(family: str) -> None:
     tower = in_groups_of(model, 2)
     pixels = pixels_of(family, 5, torch.float32)
     features = owner_of(model).get_image_features(*pixels.values(), return_dict=True).pooler_output
-    assert tower.groups == 3 and not any(rows.requires_grad for rows in features)
+    assert tower.most_groups == 3 and not any(rows.requires_grad for rows in features)
 
 
 @pytest.mark.parametrize("family", THREE_KINDS)
@@ -179,7 +192,7 @@ def test_each_weight_gets_one_gradient(family: str) -> None:
     for name, weight in model.named_parameters():
         weight.register_post_accumulate_grad_hook(arrived(name))
     gradients(model, batch)
-    assert tower.groups == 5 and len(arrivals) > 50 and {*arrivals.values()} == {1}
+    assert tower.most_groups == 5 and len(arrivals) > 50 and {*arrivals.values()} == {1}
 
 
 def test_a_recompute_draws_the_random_numbers_of_its_forward() -> None:
@@ -200,7 +213,7 @@ def test_a_recompute_draws_the_random_numbers_of_its_forward() -> None:
     tower = in_groups_of(model, 2)
     owner.get_image_features(pixels, return_dict=True)  # with the trial, which draws nothing
     got = tower_gradients([pixels])
-    assert tower.groups == 3
+    assert tower.most_groups == 3
     scale = max(gradient.abs().max() for gradient in by_hand)
     for one, other in zip(got, by_hand, strict=True):
         torch.testing.assert_close(one / scale, other / scale)
@@ -222,7 +235,7 @@ def test_autocast_of_the_forward_is_that_of_a_recompute(family: str) -> None:
     exact = gradients(model, batch)[1]
     tower = in_groups_of(model, 2)
     assert relative_error(step(), exact) <= 1.5 * relative_error(expected, exact)
-    assert tower.groups == 3
+    assert tower.most_groups == 3
 
 
 class Sees(nn.Module):
@@ -247,7 +260,7 @@ def test_pictures_that_see_each_other_are_left_whole_and_named(caplog: pytest.Lo
     tower = in_groups_of(model, 2)
     with caplog.at_level(logging.WARNING):
         _, got = gradients(model, batch)
-    assert tower.groups == 0 and tower.why_idle
+    assert tower.most_groups == 0 and tower.why_idle
     assert any("model" in message for message in warned(caplog))
     assert_same_gradients(got, expected)
 
@@ -270,7 +283,7 @@ def test_frames_that_see_each_other_are_kept_together() -> None:
     _, expected = gradients(model, batch)
     tower = in_groups_of(model, 1)
     _, got = gradients(model, batch)
-    assert (tower.units, tower.groups) == ("videos", 2)
+    assert (tower.units, tower.most_groups) == ("videos", 2)
     assert_same_gradients(got, expected)
 
 
@@ -309,7 +322,39 @@ def test_evaluation_runs_in_groups_too(family: str) -> None:
         expected = model(**batch).logits
         tower = in_groups_of(model, 2)
         torch.testing.assert_close(model(**batch).logits, expected)
-    assert tower.groups == 3
+    assert tower.most_groups == 3
+
+
+def prompt_with_pictures(model: nn.Module, pixels: dict[str, Tensor]) -> dict[str, Tensor]:
+    """One row in which each picture stands by itself between words, as a processor writes it."""
+    with torch.no_grad():
+        features = owner_of(model).get_image_features(*pixels.values(), return_dict=True).pooler_output
+    marks = [token for rows in features for token in (START, *[IMAGE] * len(rows), END, 9)]
+    ids = torch.tensor([[3, 7, *marks, 10, 11]])
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **pixels}
+    if model.config.model_type in BY_GRID:  # type: ignore[union-attr]
+        batch["mm_token_type_ids"] = (ids == IMAGE).long()
+    if model.config.model_type == "gemma3":  # type: ignore[union-attr]
+        batch["token_type_ids"] = (ids == IMAGE).long()
+    return batch
+
+
+@pytest.mark.parametrize("beams", [1, 2])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "llava", "internvl", "gemma3", "smolvlm"])
+def test_generate_takes_pictures_and_gives_the_same_tokens(family: str, beams: int) -> None:
+    model = picture_model(family, torch.float64).eval()
+    batch = prompt_with_pictures(model, pixels_of(family, 5, torch.float64))
+    settings = dict(max_new_tokens=3, num_beams=beams, do_sample=False, output_logits=True)
+
+    def generated() -> tuple[Tensor, Tensor]:
+        result = model.generate(**batch, **settings, return_dict_in_generate=True)  # type: ignore[operator]
+        return result.sequences, torch.stack(result.logits)
+
+    tokens, logits = generated()
+    tower = in_groups_of(model, 2)
+    got_tokens, got_logits = generated()
+    assert tower.most_groups == 3 and torch.equal(got_tokens, tokens)
+    torch.testing.assert_close(got_logits, logits)
 
 
 def test_hidden_states_that_are_asked_for_are_there() -> None:
@@ -317,7 +362,7 @@ def test_hidden_states_that_are_asked_for_are_there() -> None:
     tower = in_groups_of(model, 1)
     pixels = pixels_of("qwen3_vl", 3, torch.float32)
     result = owner_of(model).get_image_features(*pixels.values(), output_hidden_states=True, return_dict=True)
-    assert result.last_hidden_state is not None and result.hidden_states and tower.groups == 0
+    assert result.last_hidden_state is not None and result.hidden_states and tower.most_groups == 0
 
 
 def test_a_copy_runs_its_own_tower_and_removal_leaves_no_trace() -> None:
@@ -327,12 +372,88 @@ def test_a_copy_runs_its_own_tower_and_removal_leaves_no_trace() -> None:
     tower = in_groups_of(model, 1)
     copied = copy.deepcopy(model)
     gradients(copied, batch)
-    assert tower.groups == 0 and VisionTechnique.standing(copied)[0].groups == 3
+    assert tower.most_groups == 0 and VisionTechnique.standing(copied)[0].most_groups == 3
     in_groups_of(model, 2)
     assert [again.group for again in VisionTechnique.standing(model)] == [2]
     assert seqtile.undo(model) == 0
     assert {name: {*module.__dict__} for name, module in model.named_modules()} == before
     assert not any(module._forward_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("options", [(dict(vision=1, loss="tiled"),), (dict(loss="tiled"), dict(vision=1))])
+def test_a_tower_whose_owner_computes_the_loss_leaves_no_trace(options: tuple[dict[str, Any], ...]) -> None:
+    clip, text = FAMILIES["llava"]["vision_config"], FAMILIES["llava"]["text_config"]
+    config = AutoConfig.for_model(
+        "llama4",
+        text_config={**text, "model_type": "llama4_text", "intermediate_size_mlp": 88, "num_local_experts": 2},
+        vision_config={**clip, "model_type": "llama4_vision_model", "vision_output_dim": 48},
+    )
+    model = AutoModelForImageTextToText.from_config(config)
+    before = {name: {*module.__dict__} for name, module in model.named_modules()}
+    for settings in options:
+        seqtile.apply(model, blocks="none", **settings)
+    (tower,) = VisionTechnique.standing(model)
+    assert tower.module is model
+    seqtile.undo(model)
+    assert {name: {*module.__dict__} for name, module in model.named_modules()} == before
+
+
+def test_the_step_of_a_plan_leaves_the_warning_to_the_first_real_step(caplog: pytest.LogCaptureFixture) -> None:
+    model = picture_model("llava")
+    batch = batch_of(model, pixels_of("llava", 3, torch.float32))
+    in_groups_of(model, 64)
+    with caplog.at_level(logging.WARNING):
+        with fake_tensors():
+            tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+            fake = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in tensors.items()}
+            fake_batch = {name: torch.empty(value.shape, dtype=value.dtype) for name, value in batch.items()}
+            torch.func.functional_call(model, fake, (), fake_batch)
+        assert not warned(caplog)
+        gradients(model, batch)
+    assert len(warned(caplog)) == 1
+
+
+def test_a_compiled_tower_runs_whole_and_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    parts = {name: {**FAMILIES["llava"][name], "num_hidden_layers": 1} for name in ("text_config", "vision_config")}
+    model = picture_model("llava", **parts)
+    batch = batch_of(model, pixels_of("llava", 3, torch.float32))
+    loss = model(**batch).loss
+    tower = in_groups_of(model, 1)
+    model.compile(backend="eager")
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            torch.testing.assert_close(model(**batch).loss, loss)
+    assert tower.most_groups == 0 and len(warned(caplog)) == 1
+
+
+class OtherTower:
+    """An attribute of a module that has a ``tower`` of its own, which cannot be a key."""
+
+    tower: list[int] = []
+
+
+def test_other_attributes_of_modules_are_not_looked_into() -> None:
+    model = picture_model("llava")
+    model.something = OtherTower()  # type: ignore[assignment]
+    tower = in_groups_of(model, 1)
+    assert VisionTechnique.standing(model) == [tower]
+
+
+def test_memory_that_runs_out_in_the_trial_is_raised_and_the_trial_comes_again() -> None:
+    model = picture_model("llava")
+    batch = batch_of(model, pixels_of("llava", 3, torch.float32))
+    tower = in_groups_of(model, 1)
+
+    def runs_out(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    layer = owner_of(model).vision_tower
+    forward, layer.forward = layer.forward, runs_out
+    with pytest.raises(torch.OutOfMemoryError):
+        model(**batch)
+    layer.forward = forward
+    gradients(model, batch)
+    assert tower.most_groups == 3
 
 
 def peak(family: str, frames: int, group: int | None, trains: bool) -> tuple[int, int, int]:
@@ -404,7 +525,7 @@ def test_every_technique_is_exact_and_has_an_effect_with_pictures_in_the_sequenc
         seqtile.apply(model, **(options if "tile" in options else {"blocks": "none", **options}), vision=2)
         (tower,) = VisionTechnique.standing(model)
         got_loss, got = gradients(model, batch)
-    assert tower.groups == 3
+    assert tower.most_groups == 3
     torch.testing.assert_close(got_loss.to(loss.dtype), loss)  # untiled, a loss is in fp32
     assert_same_gradients(got, expected)
     without_effect = technique == "chunk" and family in PICTURES_SEE_EACH_OTHER
@@ -425,7 +546,7 @@ def test_a_trainer_with_the_callback_has_the_untiled_losses(tmp_path: Path) -> N
             data_collator=lambda _: {name: value.clone() for name, value in batch.items()},
         )  # fmt: skip
         trainer.train()
-        assert [tower.groups for tower in VisionTechnique.standing(model)] == [3] * len(callbacks)
+        assert [tower.most_groups for tower in VisionTechnique.standing(model)] == [3] * len(callbacks)
         return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
     expected = losses()

@@ -47,7 +47,7 @@ Form = FeatureTensor | FeatureList | FeatureTree
 
 
 class GroupShapes:
-    """What the rows of one group's result do not tell.
+    """Shapes needed to rebuild one group's result.
 
     Attributes:
         entries: for each list per picture, the entries of each picture along its first dimension.

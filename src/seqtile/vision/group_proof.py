@@ -93,6 +93,8 @@ def _try_ways(
                 trial = _GroupTrial(owner, units, call, method, weights)
                 if not (why := trial.differs()):
                     return GroupProof(units, trial.form, trial.trained, "; ".join(reasons))
+        except torch.OutOfMemoryError:  # tells nothing of the model
+            raise
         except Exception as error:  # noqa: BLE001 - whatever the model's own code raises
             first = (str(error).splitlines() or [""])[0][:200]
             why = first if isinstance(error, NotCutError) else f"it raises {type(error).__name__}: {first}"

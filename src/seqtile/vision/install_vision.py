@@ -9,7 +9,7 @@ from torch import nn
 from seqtile._errors import UserError
 from seqtile._technique import Technique, TechniqueResult
 from seqtile.tiling import GROUP_PATCHES
-from seqtile.vision.tower import VisionTower, find_towers
+from seqtile.vision.tower import MethodInGroups, VisionTower, find_towers
 
 
 class VisionTechnique(Technique):
@@ -21,7 +21,7 @@ class VisionTechnique(Technique):
         """Refuse a number of frames where the model computes no features of pictures.
 
         Raises:
-            UserError: that is so.
+            UserError: the model has no vision tower.
         """
         group = self.options.vision
         if group != "auto" and not [*find_towers(self.model)]:
@@ -44,8 +44,7 @@ class VisionTechnique(Technique):
     def standing(cls, model: nn.Module) -> list[VisionTower]:
         """What stands in for methods of a model."""
         values = [value for module in model.modules() for value in module.__dict__.values()]
-        towers = dict.fromkeys(getattr(value, "tower", None) for value in values)
-        return [tower for tower in towers if isinstance(tower, VisionTower)]
+        return [*dict.fromkeys(value.tower for value in values if isinstance(value, MethodInGroups))]
 
     @classmethod
     def notes(cls, model: nn.Module) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -10,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from seqtile._compat import REPLICATE, active_fake_mode, captures_by_forward, captures_nothing
+from seqtile._compat import active_fake_mode, captures_by_forward, captures_nothing
 from seqtile._errors import UserError
 from seqtile._log import first_rank_logger
-from seqtile._stand_in import StandIn, refuse_replicas
+from seqtile._stand_in import StandIn
 from seqtile.blocks.instance import inside_a_tile
 from seqtile.checkpointing.reentrant import is_reentrant
 from seqtile.engines.flat import named_weights
@@ -45,23 +46,22 @@ class VisionTower(StandIn):
         language: names of its children that compute no features.
 
     Attributes:
-        groups: most groups of any call so far.
+        most_groups: of any call so far.
         units: what calls were cut into: frames, videos or pictures.
         called: whether some call reached the choice of groups.
         why_whole: why the last call that ran whole did, or "".
     """
 
     def __init__(self, owner: nn.Module, name: str, group: int | str, language: Sequence[str]) -> None:
-        self.changed = (*(method for method in METHODS if hasattr(owner, method)), REPLICATE)  # type: ignore[misc]
+        self.changed = tuple(method for method in METHODS if hasattr(owner, method))  # type: ignore[misc]
         super().__init__(owner)
         self.name, self.group, self.language = name, group, tuple(language)
         self.proofs = GroupProofs()
-        self.groups, self.units, self.called, self.why_whole = 0, "", False, ""
+        self.most_groups, self.units, self.called, self.why_whole = 0, "", False, ""
 
     def install(self) -> None:
         self._hook = self.module.register_forward_hook(self._look, with_kwargs=True)
-        methods = {method: _Method(self, method) for method in self.changed if method != REPLICATE}
-        self.module.__dict__.update({**methods, REPLICATE: refuse_replicas})
+        self.module.__dict__.update({method: MethodInGroups(self, method) for method in self.changed})
 
     def remove(self) -> None:
         """Put the methods back."""
@@ -75,6 +75,8 @@ class VisionTower(StandIn):
         pictures = any(value is not None and name.startswith(_PIXELS) for name, value in kwargs.items())
         if torch.compiler.is_compiling() or not (pictures and owner.training and torch.is_grad_enabled()):
             return
+        if active_fake_mode() is not None:  # a plan's step
+            return
         self._hook.remove()
         if self.why_idle and self.is_news(self.why_idle):
             logger.warning("vision=%s had no effect in the first training step: %s", self.group, self.why_idle)
@@ -82,12 +84,12 @@ class VisionTower(StandIn):
     @property
     def effect(self) -> str:
         """What it did in the steps so far, or ""."""
-        return f"vision tower: {self.units} in up to {self.groups:,} groups" if self.groups > 1 else ""
+        return f"vision tower: {self.units} in up to {self.most_groups:,} groups" if self.most_groups > 1 else ""
 
     @property
     def why_idle(self) -> str:
         """Why no call ran in groups so far; "" where one did, or where ``"auto"`` found one group enough."""
-        if self.groups > 1:
+        if self.most_groups > 1:
             return ""
         if not self.called:
             return self.why_whole or f"{self.name or type(self.module).__name__} computes no features by its methods"
@@ -113,7 +115,10 @@ class VisionTower(StandIn):
     def run(self, method: str, args: Any, kwargs: Any) -> Any:
         """One call of a method, in groups where that changes nothing."""
         original = self.original(method)
-        if inside_a_tile() or torch.compiler.is_compiling() or active_fake_mode() is not None:
+        if torch.compiler.is_compiling():
+            self._runs_whole(method, "torch.compile traces it")
+            return original(*args, **kwargs)
+        if inside_a_tile() or active_fake_mode() is not None:
             return original(*args, **kwargs)
         try:
             call = PictureCall(original, args, kwargs)
@@ -125,12 +130,10 @@ class VisionTower(StandIn):
                 raise NotCutError(proof.why_not)
             units = proof.units(call)
         except NotCutError as error:
-            self.why_whole = str(error)
-            if self.is_news(self.why_whole):
-                logger.warning("%s.%s runs whole: %s", self.name, method, error)
+            self._runs_whole(method, str(error))
             return original(*args, **kwargs)
         groups = group_ranges(units.patches(_patch_size(self.module)), self.group)
-        self.called, self.units, self.groups = True, units.noun, max(self.groups, len(groups))
+        self.called, self.units, self.most_groups = True, units.noun, max(self.most_groups, len(groups))
         if len(groups) < 2:
             return original(*args, **kwargs)
 
@@ -142,6 +145,14 @@ class VisionTower(StandIn):
         with nullcontext() if proof.trained else torch.no_grad():
             changed = SameSettings(modules).changed if proof.trained else str
             return features_in_groups(self.module, original, units, groups, proof.form, live, changed)
+
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def _runs_whole(self, method: str, why: str) -> bool:
+        """Say once why; a trace runs it, and does not record it."""
+        self.why_whole = why
+        if self.is_news(why):
+            logger.warning("%s.%s runs whole: %s", self.name, method, why)
+        return True
 
     def _check(self, call: PictureCall, parts: list[tuple[str, nn.Module]], weights: dict[str, Tensor]) -> None:
         """Raise where a call must run whole, whatever is proven."""
@@ -176,11 +187,16 @@ def _patch_size(owner: nn.Module) -> int:
     return int(size[0] if isinstance(size, list | tuple) else size or 1)
 
 
-class _Method:
+class MethodInGroups:
     """The replacement of one method."""
 
     def __init__(self, tower: VisionTower, method: str) -> None:
         self.tower, self.method = tower, method
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """The original's: ``generate`` reads from it which inputs a method takes."""
+        return inspect.signature(self.tower.original(self.method))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.tower.run(self.method, args, kwargs)
