@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ from seqtile import UserError
 from seqtile.integrations.rl.shared_prompts import score_shared
 from seqtile.integrations.trl import tile_trainer
 from seqtile.shared_prompts import share_prompts
-from seqtile.shared_prompts.trl_calls import share_in_calls
+from seqtile.shared_prompts.model import shares_prompts
+from seqtile.shared_prompts.trl_calls import FoldedCalls, share_in_calls
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what the trainers have to say about their own defaults
 
@@ -208,11 +210,91 @@ def test_without_effect(directory: Path, tmp_path: Path, caplog: pytest.LogCaptu
     ]
 
 
+def test_without_effect_in_calls_for_logits(directory: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Transformers smooths labels on logits, so TRL does not call its head."""
+    trainer = trainers.sft(directory, tmp_path, label_smoothing_factor=0.1)
+    tile_trainer(trainer, shared_prompts=True)
+    with caplog.at_level(logging.WARNING, "seqtile"):
+        trainer.train()
+    assert len([record for record in caplog.records if "shared_prompts" in record.message]) == 1
+
+
+def not_its_token(batch: dict[str, torch.Tensor]) -> None:
+    batch["labels"][1, 45] = batch["labels"][1, 45] % 200 + 1
+
+
+def on_padding(batch: dict[str, torch.Tensor]) -> None:
+    batch["labels"][1, 55] = 7
+
+
+def first_token(batch: dict[str, torch.Tensor]) -> None:
+    batch["labels"][2, 4:40] = batch["input_ids"][2, 4:40]
+
+
+@pytest.mark.parametrize("change", [not_its_token, on_padding, first_token], ids=lambda change: change.__name__)
+def test_batches_that_run_as_they_are(
+    change: Callable[[dict[str, torch.Tensor]], None], directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    from trl.trainer.utils import add_fused_lm_head
+
+    batch = padded_batch()
+    change(batch)
+    results = []
+    for shared in (False, True):
+        model = trainers.load(directory).train()
+        add_fused_lm_head(model)
+        if shared:
+            calls = share_in_calls(model)
+        results.append(scored(model, batch))
+    torch.testing.assert_close(results[1], results[0])
+    assert calls.tokens == 0 and "no effect" in caplog.text
+
+
+def test_shared_again(directory: Path) -> None:
+    """By a user's own call, which keeps the folding, and after a call that failed, which keeps nothing."""
+    from trl.trainer.utils import add_fused_lm_head
+
+    model = trainers.load(directory).train()
+    add_fused_lm_head(model)
+    share_in_calls(model)
+    share_in_calls(model)
+    calls = share_prompts(model)
+    with failing(model), pytest.raises(ZeroDivisionError):
+        model(**padded_batch(), fused_lm_head=True)
+    hooks = [hook.__self__ for hook in model._forward_hooks.values() if isinstance(hook.__self__, FoldedCalls)]
+    model.eval()
+    with torch.no_grad():
+        model(**{name: values[3:] for name, values in padded_batch().items()}, fused_lm_head=True)
+    assert len(hooks) == 1 and "Fold(" not in repr(vars(hooks[0]))
+    scored(model, padded_batch())
+    assert 0 < calls.tokens < calls.tokens_apart
+    calls.remove()
+    assert not model._forward_hooks
+
+
+@contextmanager
+def failing(model: Any) -> Iterator[None]:
+    """The trunk raises."""
+    handle = model.model.layers[0].register_forward_pre_hook(lambda *_: 1 / 0)
+    yield
+    handle.remove()
+
+
+def test_scores_need_shared_prompts(directory: Path) -> None:
+    model = trainers.load(directory)
+    seqtile.apply(model, blocks="none", loss="tiled")
+    with pytest.raises(UserError, match="share_prompts"):
+        score_shared(model, *padded_batch().values())
+
+
 def test_refused(directory: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="GKDTrainer"):
         tile_trainer(trainers.gkd(directory, tmp_path), shared_prompts=True)
     trainer = trainers.sft(directory, tmp_path)
     trainer.model.config.output_router_logits = True
+    with pytest.raises(UserError, match="causal"):
+        share_in_calls(trainer.model.model)
+    assert not shares_prompts(trainer.model)
     with pytest.raises(UserError, match="output_router_logits"):
         tile_trainer(trainer, shared_prompts=True)
     assert not any("TreeCalls" in repr(hook) for m in trainer.model.modules() for hook in m._forward_hooks.values())

@@ -10,6 +10,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import seqtile
 from numerics._errors import assert_all_no_worse, assert_as_exact_in_bf16
@@ -21,7 +22,7 @@ from seqtile.counting.products import count_products
 from seqtile.headwise.install_heads import HeadWise
 from seqtile.ops.attention import piece_kernels
 from seqtile.shared_prompts import TreeRow, share_prompts, tree_row
-from seqtile.shared_prompts.model import shares_prompts
+from seqtile.shared_prompts.model import TreeState, shares_prompts
 
 PROMPT, OTHER = 45, 21
 ANSWERS = (20, 1, 7)
@@ -127,9 +128,21 @@ def test_any_samples_make_a_row(shortest: int) -> None:
 def test_masks_of_scored_tokens() -> None:
     row = tree_row([[5, 6, 7, 8], [5, 6, 7, 9]], [[True, False, True, True], 3], shortest=1)
     assert [values.tolist() for values in row.of_samples(row.labels)] == [[7, 8], [9]]
-    for samples, scored in (([], None), ([[1], []], None), ([[1, 2]], [[True]])):
+    lengths = tree_row([[5, 6, 7, 8], [5, 6, 7, 9]], torch.tensor([1, 3]))
+    assert [values.tolist() for values in lengths.of_samples(lengths.labels)] == [[6, 7, 8], [9]]
+    two: Any = [[1, 2], [1, 3]]
+    wrong: list[Any] = [([], None), ([[1], []], None), ([[1, 2]], [[True]]), (two, [1]), (two, [1, 1, 1]), (two, 1)]
+    for samples, scored in wrong:
         with pytest.raises(ValueError, match="got"):
             tree_row(samples, scored)
+    with pytest.raises(ValueError, match="shortest"):
+        tree_row(two, shortest=0)
+
+
+def test_deep_branches() -> None:
+    """Each sample is a prefix of the next one."""
+    samples = [list(range(1, 3 + count)) for count in range(1200)]
+    assert tree_row(samples, shortest=1).tokens == 2 * 1200
 
 
 @pytest.mark.device
@@ -142,6 +155,34 @@ def test_row_is_one_row_per_sample(family: str) -> None:
     got = together(model, row)
     assert (shared.tokens, shared.tokens_apart) == (row.tokens, row.tokens_apart)
     assert_all_no_worse(got, expected, truth_of(family), factor=FACTORS.get(family, 4.0), floor=2e-6)
+
+
+SINGLES = [
+    [5, 6, 7, 8, 9, 4], [5, 6, 7, 9, 11, 12], [5, 6, 7, 9, 11, 14, 3], [5, 7, 8, 9, 3], [5], [5, 6], [5, 6, 7, 8, 9, 4],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("shortest", [1, 2, 3])
+@pytest.mark.parametrize("family", ["llama", "lfm2", "falcon_h1", "qwen3_5_text"])
+def test_segments_of_one_token(family: str, shortest: int) -> None:
+    """Also behind one another, and with branches behind them."""
+    row = tree_row(SINGLES, shortest=shortest)
+
+    def of_row(model: Any) -> dict[str, Tensor | None]:
+        return together(model, row)
+
+    def of_samples(model: Any) -> dict[str, Tensor | None]:
+        model.zero_grad()
+        rows = [torch.tensor([sample]) for sample in SINGLES]
+        hidden = [model.model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1] for ids in rows]
+        return finish(model, [log_probs_of(model, x, ids[:, 1:])[0] for x, ids in zip(hidden, rows, strict=True)])
+
+    dtype = torch.float32 if family in NO_FLOAT64 else torch.float64
+    expected, truth = of_samples(build(family)), in_double(of_samples(build(family, dtype)))
+    model = build(family)
+    share_prompts(model)
+    factor = 64.0 if family == "qwen3_5_text" else 4.0  # its states of a few tokens are nearly zero
+    assert_all_no_worse(of_row(model), expected, truth, factor=factor, floor=2e-6)
 
 
 APPLIED: list[dict[str, Any]] = [
@@ -308,6 +349,73 @@ def test_refused_with(options: dict[str, Any]) -> None:
     seqtile.apply(model, blocks="none", **options)
     with pytest.raises(UserError, match=next(iter(options))):
         model(**tree_row(*samples_of()).inputs)
+
+
+@pytest.mark.parametrize("undone", [False, True])
+@pytest.mark.parametrize("shared_first", [False, True])
+def test_a_state_in_tiles_beside(shared_first: bool, undone: bool) -> None:
+    """Rows are refused while it stands, whichever stands over the other; each comes off by itself."""
+    model = build("lfm2")
+    expected = apart(model)
+    attributes = {name: module.__dict__.keys() for name, module in copy.deepcopy(model).named_modules()}
+    shared = share_prompts(model) if shared_first else None
+    seqtile.apply(model, blocks="none", state=16)
+    shared = shared or share_prompts(model)
+    row = tree_row(*samples_of())
+    with pytest.raises(UserError, match="state"):
+        together(model, row)
+    if undone:
+        seqtile.undo(model)
+        assert_all_no_worse(together(model, row), expected, truth_of("lfm2"), factor=4.0, floor=2e-6)
+    shared.remove()
+    assert not shares_prompts(model)
+    assert not any(isinstance(module.__dict__.get("forward"), TreeState) for module in model.modules())
+    seqtile.undo(model)
+    assert {name: module.__dict__.keys() for name, module in model.named_modules()} == attributes
+
+
+def test_nothing_is_left_of_hooks() -> None:
+    model = build("llama")
+    for _ in range(3):
+        share_prompts(model)
+        share_prompts(model).remove()
+    flags = ("_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_pre_hooks")
+    assert not any(module.__dict__[name] for module in model.modules() for name in flags)
+
+
+def shared(kind: str, **sizes: Any) -> Any:
+    config = AutoConfig.for_model(kind, vocab_size=61, hidden_size=40, num_hidden_layers=2, **sizes)
+    model = AutoModelForCausalLM.from_config(config).train()
+    share_prompts(model)
+    return model
+
+
+def test_refused_heads() -> None:
+    """Mamba-2's swallows the segments, and would run all samples as one."""
+    model = shared("mamba2", state_size=4, num_heads=5, head_dim=16, n_groups=1)
+    row = tree_row(*samples_of())
+    with pytest.raises(UserError, match="pass keyword arguments on"):
+        model(**row.inputs)
+    assert model.backbone(**row.inputs).last_hidden_state.shape[:2] == (1, row.tokens)
+
+
+SMALL: dict[str, Any] = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=16, intermediate_size=56)
+DECODER: dict[str, Any] = dict(d_model=40, decoder_layers=2, decoder_ffn_dim=56, decoder_attention_heads=4)
+
+
+def test_refused_attention() -> None:
+    """A mask of its own, positions that it counts itself, and queries scaled by their place in the row."""
+    masked = shared("doge", keep_window_size=8, **SMALL)
+    with pytest.raises(UserError, match="mask of its own"):
+        masked(**tree_row(*samples_of()).inputs)
+    for kind in ("bart", "mbart", "blenderbot"):
+        with pytest.raises(UserError, match="position_ids"):
+            shared(kind, **DECODER)
+    layers: dict[str, Any] = dict(layer_types=["full_attention"] * 2, no_rope_layers=[1, 0])
+    llama4 = dict(intermediate_size_mlp=56, num_local_experts=4, **layers, **SMALL)
+    with pytest.raises(UserError, match="attn_temperature_tuning"):
+        shared("llama4_text", **llama4)
+    shared("llama4_text", attn_temperature_tuning=False, **llama4)
 
 
 def test_refused_models() -> None:

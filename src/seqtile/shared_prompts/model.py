@@ -7,6 +7,7 @@ known of where a call comes from.
 
 from __future__ import annotations
 
+import inspect
 import sys
 import weakref
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from seqtile._compat import HOOKS, OtherAttention, attention_kind
+from seqtile._compat import HOOK_CONTAINERS, HOOKS, OtherAttention, attention_kind
 from seqtile._errors import UserError
 from seqtile._stand_in import ForwardStandIn
 from seqtile.chunks.segment import ChunkForward
@@ -46,8 +47,10 @@ def share_prompts(model: nn.Module) -> SharedPrompts:
 
     ``model(**row.inputs)``, or its trunk called so, returns hidden states or logits ``[1, T, ...]`` of the row's
     different tokens, equal to those of one row per sample; so are gradients. Every other call runs as before, on the
-    attention that the model's configuration names. Works in any order with :func:`seqtile.apply`: tiles, tiled loss,
-    activation checkpoints of every kind, offload and ``heads``; ``chunk`` and ``state`` are refused at the first row.
+    attention that the model's configuration names, but layers with ``chunk`` run whole. Works in any order with
+    :func:`seqtile.apply`: tiles, tiled loss, activation checkpoints of every kind, offload and ``heads``; ``chunk`` and
+    ``state`` are refused at the first row. Where frequencies of rotary embeddings follow the longest sequence of a call
+    (longrope, dynamic), the longest sample sets those of all, as in a padded batch.
 
     Args:
         model: a language model of Transformers, PEFT's wrapper or not; changed in place.
@@ -61,25 +64,30 @@ def share_prompts(model: nn.Module) -> SharedPrompts:
         at the end of the one that it continues.
 
     Raises:
-        UserError: a layer without attention, attention of custom code, or a state that cannot be handed on.
+        UserError: a layer without attention, attention of custom code, a model that takes no ``position_ids``, or a
+            state that cannot be handed on.
     """
     from transformers import AttentionInterface
 
-    remove_sharing(model)
+    remove_sharing(model, OwnHooks)
     layers = decoder_layers(model)
     trunks: dict[nn.Module, TreeCalls] = {}
+    around: dict[nn.Module, None] = {}
     attentions: list[nn.Module] = []
     states: list[TreeState] = []
     proofs = StateProofs()
     for layer in layers:
-        trunk = model.get_submodule(layer.name.rpartition(".")[0].rpartition(".")[0])
+        *path, trunk = _path(model, layer.name.rpartition(".")[0].rpartition(".")[0])
+        around |= dict.fromkeys(path)
         calls = trunks.setdefault(trunk, TreeCalls())
+        takes_positions = any("position_ids" in inspect.signature(type(m).forward).parameters for m in (*path, trunk))
         for mixer in layer.mixers:
             name = ".".join(part for part in (layer.name, mixer.name) if part)
             module = model.get_submodule(name)
             number: Any = getattr(module, "layer_idx", None)
             if why := _why_not_shared(model, module, mixer.has_state, proofs) or (
                 "it has no layer_idx" * (number is None)
+                or "its model takes no position_ids" * (not mixer.has_state and not takes_positions)
             ):
                 raise UserError(f"shared prompts: {name} ({type(module).__name__}) does not support them: {why}")
             calls.mixers[mixer.kind == ATTENTION_MIXER, number] = name
@@ -92,30 +100,41 @@ def share_prompts(model: nn.Module) -> SharedPrompts:
         module.__dict__["config"] = OtherAttention(module.config, TREE_ATTENTION)
     for state in states:
         state.install()
-    for trunk, calls in trunks.items():
-        trunk.register_forward_pre_hook(calls.before, with_kwargs=True)
-        trunk.register_forward_hook(calls.after, with_kwargs=True)
+    hooks: dict[nn.Module, AroundTrunk | TreeCalls] = {**dict.fromkeys(around, AroundTrunk()), **trunks}
+    for module, hook in hooks.items():
+        module.register_forward_pre_hook(hook.before, with_kwargs=True)
+        module.register_forward_hook(hook.after, with_kwargs=True)
     return SharedPrompts(weakref.ref(model), tuple(trunks.values()))
+
+
+def _path(model: nn.Module, name: str) -> list[nn.Module]:
+    """The modules from ``model`` down to the one of that name."""
+    parts = name.split(".") if name else []
+    return [model.get_submodule(".".join(parts[:length])) for length in range(len(parts) + 1)]
 
 
 def shares_prompts(model: nn.Module) -> bool:
     """Whether :func:`share_prompts` was called on ``model``."""
-    return any(attention_kind(module) == TREE_ATTENTION for module in model.modules())
+    hooks = [hook for module in model.modules() for name in HOOKS for hook in module.__dict__[name].values()]
+    return any(isinstance(getattr(hook, "__self__", None), TreeHooks) for hook in hooks)
 
 
-def remove_sharing(model: nn.Module) -> None:
-    """Take off what :func:`share_prompts` put on ``model``, if anything."""
+def remove_sharing(model: nn.Module, kind: type[TreeHooks] | None = None) -> None:
+    """Take off what :func:`share_prompts` put on ``model``, if anything, and hooks of ``kind``, by default all."""
+    kind = kind or TreeHooks
     for module in model.modules():
         attributes = module.__dict__
         config = attributes.get("config")
         if isinstance(config, OtherAttention) and attention_kind(config) == TREE_ATTENTION:
             attributes["config"] = config.original
-        if isinstance(forward := attributes.get("forward"), TreeState):
-            forward.remove()
-        for hooks in [attributes[name] for name in HOOKS]:
-            for key, hook in [*hooks.items()]:
-                if isinstance(getattr(hook, "__self__", None), TreeHooks):
-                    del hooks[key]
+        for forward in [*_stand_ins(module)]:
+            if isinstance(forward, TreeState):
+                forward.remove()
+        for name in HOOKS:
+            for key, hook in [*attributes[name].items()]:
+                if isinstance(getattr(hook, "__self__", None), kind):
+                    for container in HOOK_CONTAINERS:
+                        attributes[container].pop(key, None)
 
 
 @dataclass(frozen=True)
@@ -152,8 +171,29 @@ class TreeHooks:
     """Base of hooks that :func:`remove_sharing` takes off."""
 
 
+class OwnHooks(TreeHooks):
+    """Base of those that another :func:`share_prompts` replaces."""
+
+
+class AroundTrunk(OwnHooks):
+    """Hooks on a module around the decoder layers, such as a head: it must hand the segments on to them."""
+
+    def before(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        """Before its call."""
+        if (segments := kwargs.get(ARGUMENT)) is not None:
+            segments.attended.clear()
+
+    def after(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        """After it."""
+        if (segments := kwargs.get(ARGUMENT)) is not None and not segments.attended:
+            raise UserError(
+                f"shared prompts: {type(module).__name__} does not pass keyword arguments on to its layers, so its "
+                "samples were not kept apart"
+            )
+
+
 @dataclass(eq=False)
-class TreeCalls(TreeHooks):
+class TreeCalls(OwnHooks):
     """Hooks around the decoder layers: refuses what is not exact, and sees that every mixer has read the segments.
 
     Attributes:
@@ -173,10 +213,10 @@ class TreeCalls(TreeHooks):
             return
         segments.attended.clear()
         for module in trunk.modules():
-            forward = module.__dict__.get("forward")
-            for kind, option in ((ChunkForward, "chunk"), (StateForward, "state")):
-                if isinstance(forward, kind):
-                    raise UserError(f"shared prompts do not run with {option}=; drop {option}")
+            for forward in _stand_ins(module):
+                for kind, option in ((ChunkForward, "chunk"), (StateForward, "state")):
+                    if isinstance(forward, kind):
+                        raise UserError(f"shared prompts do not run with {option}=; drop {option}")
 
     def after(self, trunk: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         """After it."""
@@ -204,6 +244,8 @@ def _why_not_shared(model: nn.Module, module: nn.Module, has_state: bool, proofs
     kind = attention_kind(module)
     if kind is None or "config" not in module.__dict__:
         return "its attention cannot be exchanged"
+    if getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", False):
+        return "attn_temperature_tuning scales queries by their place in the row; set it to False in the configuration"
     types = {*(getattr(module.config, "layer_types", None) or ())} - LAYER_TYPES
     return f"the model has layers of type {', '.join(sorted(types))}" if types else ""
 
@@ -231,6 +273,8 @@ def attend_tree(
         why = "its attention is not causal"
     elif kwargs.get("position_bias") is not None:
         why = "its attention adds a position bias"
+    elif attention_mask is not None and tuple(attention_mask.shape) != (1, 1, 1, 1):
+        why = "its attention has a mask of its own"
     elif query.shape[0] != 1 or query.shape[2] != shared_prompts.tokens or key.shape[2] != shared_prompts.tokens:
         shapes = f"{query.shape[0]} rows of {query.shape[2]} queries and {key.shape[2]} keys"
         why = f"got {shapes}, expected one row of {shared_prompts.tokens} tokens"
@@ -267,6 +311,14 @@ def _attend_as_before(
     return function(module, query, key, value, mask, **kwargs)  # type: ignore[no-any-return]
 
 
+def _stand_ins(module: nn.Module) -> Iterator[ForwardStandIn]:
+    """What stands in for a module's forward, the outer one first."""
+    forward = module.__dict__.get("forward")
+    while isinstance(forward, ForwardStandIn):
+        yield forward
+        forward = forward.before.get("forward")
+
+
 class TreeState(ForwardStandIn):
     """``forward`` of a mixer with a state: each segment begins with the state at the end of the one it continues."""
 
@@ -275,9 +327,11 @@ class TreeState(ForwardStandIn):
 
     def remove(self) -> None:
         attributes = self.module.__dict__
+        above = [forward for forward in _stand_ins(self.module) if forward.before.get("forward") is self]
+        kept = above[0].before if above else attributes
         for name in self.changed:
-            attributes.pop(name, None)
-        attributes.update(self.before)
+            kept.pop(name, None)
+        kept.update(self.before)
 
     def __call__(self, *args: Any, shared_prompts: SegmentTable | None = None, **kwargs: Any) -> Any:
         if shared_prompts is None:
@@ -289,16 +343,23 @@ class TreeState(ForwardStandIn):
         if call.why_whole:
             raise UserError(f"shared prompts: {type(module).__name__}: {call.why_whole}")
         shared_prompts.attended.add((False, module.layer_idx))
-        states: list[Any] = []
+        handed: list[tuple[Any, list[Tensor]]] = []  # of each segment: a state, and tokens that it has not read yet
         outputs: list[Any] = []
         for start, end, parent in _segments(shared_prompts):
+            state, waiting = ((), []) if parent == -1 else handed[parent]
             tensors = [tensor[:, start:end] for tensor in call.tensors]
-            state = () if parent == -1 else states[parent]
-            if state and end - start == 1:  # Transformers takes it for a step of decoding, and writes into the state
-                tensors = [torch.cat([tensor, tensor], 1) for tensor in tensors]
-            output, state = call.run(module, tensors, state)
-            states.append(state)
-            outputs.append(output[:, : end - start])
+            if waiting:
+                tensors = [torch.cat(pair, 1) for pair in zip(waiting, tensors, strict=True)]
+            tokens = tensors[0].shape[1]
+            if state and tokens == 1:
+                # Transformers takes one token for a step of decoding, and writes into the state: run it twice, keep the
+                # first output, and let what continues it begin with it.
+                output, _ = call.run(module, [torch.cat([tensor, tensor], 1) for tensor in tensors], state)
+                handed.append((state, tensors))
+            else:
+                output, after = call.run(module, tensors, state)
+                handed.append((after, []))
+            outputs.append(output[:, tokens - (end - start) : tokens])
         return torch.cat(outputs, 1)
 
 

@@ -52,12 +52,9 @@ class TreeRow:
     @property
     def inputs(self) -> dict[str, Any]:
         """Arguments of a model on which :func:`share_prompts` was called: ``model(**row.inputs)``."""
-        # A mask that is four-dimensional already keeps transformers from building one of [T, T]. It has no values:
-        # attention that would read it, instead of the segments, returns no numbers.
-        no_mask = torch.full((1, 1, 1, 1), torch.nan, device=self.input_ids.device)
         return {
-            "input_ids": self.input_ids, "position_ids": self.position_ids, "attention_mask": no_mask,
-            "use_cache": False, "shared_prompts": self.segments,
+            "input_ids": self.input_ids, "position_ids": self.position_ids,
+            "attention_mask": no_mask(self.input_ids.device), "use_cache": False, "shared_prompts": self.segments,
         }  # fmt: skip
 
     def of_samples(self, values: Tensor) -> tuple[Tensor, ...]:
@@ -67,6 +64,14 @@ class TreeRow:
             One tensor per sample, of its scored tokens in order. Gradients of what samples share add up.
         """
         return tuple(values[0, self.places].split(self.counts))
+
+
+def no_mask(device: torch.device) -> Tensor:
+    """A mask that keeps transformers from building one of ``[T, T]``, since it has four dimensions already.
+
+    It has no values: attention that would read it, instead of the segments, returns no numbers.
+    """
+    return torch.full((1, 1, 1, 1), torch.nan, device=device)
 
 
 def tree_row(
@@ -90,11 +95,16 @@ def tree_row(
         A comparison of the samples on the CPU, linear in their tokens.
 
     Raises:
-        ValueError: no sample, a sample without a token, or a mask of another length.
+        ValueError: no sample, a sample without a token, a mask of another length, not one entry of ``scored`` for each
+            sample, or ``shortest`` below 1.
     """
+    if shortest < 1:
+        raise ValueError(f"got shortest={shortest}, expected at least 1 token")
     rows = [torch.as_tensor(sample, dtype=torch.long, device="cpu") for sample in samples]
     if not rows or not all(row.dim() == 1 and len(row) for row in rows):
         raise ValueError(f"got samples of shapes {[tuple(row.shape) for row in rows]}, expected [tokens] each")
+    if scored is not None and (isinstance(scored, int) or len(scored) != len(rows)):
+        raise ValueError(f"got scored={scored!r}, expected one entry for each of {len(rows)} samples")
     masks = [_mask(row, None if scored is None else scored[number]) for number, row in enumerate(rows)]
     forest = _Forest(rows, shortest)
     places_of = forest.places()
@@ -132,9 +142,10 @@ def collate_tree(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _mask(row: Tensor, scored: int | Sequence[bool] | Tensor | None) -> Tensor:
-    if scored is None or isinstance(scored, int):
-        return torch.arange(len(row), device="cpu") >= (scored or 0)
-    mask = torch.as_tensor(scored, device="cpu").bool()
+    given = torch.as_tensor(0 if scored is None else scored, device="cpu")
+    if not given.dim():
+        return torch.arange(len(row), device="cpu") >= given
+    mask = given.bool()
     if mask.shape != row.shape:
         raise ValueError(f"got a mask of shape {tuple(mask.shape)} for a sample of {len(row)} tokens")
     return mask
@@ -149,25 +160,27 @@ class _Forest:
         self.parents: list[int] = []
         self.tokens = 0
         self.segments_of: list[list[tuple[int, int]]] = [[] for _ in rows]
-        self._branch(list(range(len(rows))), depth=0, parent=-1)
-
-    def _branch(self, members: list[int], depth: int, parent: int) -> None:
-        """Add what the members have behind their first ``depth`` tokens, which they share."""
-        left = [member for member in members if len(self.rows[member]) > depth]
-        while left:
-            first = self.rows[left[0]]
-            shared = {member: _shared(first[depth:], self.rows[member][depth:]) for member in left}
-            least = min(self.shortest, len(first) - depth)
-            together = [member for member in left if shared[member] >= least]
-            left = [member for member in left if shared[member] < least]
-            size = min(shared[member] for member in together)
-            number = len(self.starts)
+        left = [(list(range(len(rows))), 0, -1)]
+        while left:  # not by recursion, whose depth Python limits
+            members, depth, parent = left.pop()
+            together = self._together(members, depth)
+            if others := [member for member in members if member not in together]:
+                left.append((others, depth, parent))
+            size = min(together.values())
+            for member in together:
+                self.segments_of[member].append((self.tokens, size))
+            if longer := [member for member in together if len(rows[member]) > depth + size]:
+                left.append((longer, depth + size, len(self.starts)))
             self.starts.append(self.tokens)
             self.parents.append(parent)
             self.tokens += size
-            for member in together:
-                self.segments_of[member].append((self.starts[number], size))
-            self._branch(together, depth + size, number)
+
+    def _together(self, members: list[int], depth: int) -> dict[int, int]:
+        """The members that go on as the first does behind their first ``depth`` tokens, and for how many tokens."""
+        first = self.rows[members[0]][depth:]
+        shared = {member: _shared(first, self.rows[member][depth:]) for member in members}
+        least = min(self.shortest, len(first))
+        return {member: size for member, size in shared.items() if size >= least}
 
     def places(self) -> list[Tensor]:
         """Where each sample's tokens lie in the row."""

@@ -8,7 +8,6 @@ segments instead, which then run on any kernel.
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -20,8 +19,8 @@ from seqtile._log import first_rank_logger
 from seqtile.lm_loss.tiled_loss import find_causal_lms
 from seqtile.ops.attention.segment_tree import SegmentTable
 from seqtile.ops.lm_loss.kept_tokens import IGNORED
-from seqtile.shared_prompts.model import SharedPrompts, TreeHooks, share_prompts
-from seqtile.shared_prompts.rows import SHORTEST_PREFIX, TreeRow, tree_row
+from seqtile.shared_prompts.model import ARGUMENT, SharedPrompts, TreeHooks, remove_sharing, share_prompts
+from seqtile.shared_prompts.rows import SHORTEST_PREFIX, TreeRow, no_mask, tree_row
 
 logger = first_rank_logger(__name__)
 
@@ -36,13 +35,15 @@ def share_in_calls(model: nn.Module) -> SharedPrompts:
     """Fold each call of TRL's fused head on the causal language models in ``model``.
 
     Raises:
-        UserError: what :func:`share_prompts` raises, or a model that trains with a load-balancing loss.
+        UserError: what :func:`share_prompts` raises, no causal language model, or one that trains with a load-balancing
+            loss.
     """
+    causal_lms: list[Any] = [module for _, module in find_causal_lms(model)[0]]
+    if any(getattr(module.config.get_text_config(), "output_router_logits", False) for module in causal_lms):
+        raise UserError(_ROUTER)
+    remove_sharing(model)
     shared = share_prompts(model)
-    for _, module in find_causal_lms(model)[0]:
-        if getattr(module.config.get_text_config(), "output_router_logits", False):  # type: ignore[union-attr, operator]
-            shared.remove()
-            raise UserError(_ROUTER)
+    for module in causal_lms:
         folded = FoldedCalls()
         module.register_forward_pre_hook(folded.before, with_kwargs=True)
         module.register_forward_hook(folded.after, with_kwargs=True)
@@ -81,43 +82,45 @@ class FoldedCalls(TreeHooks):
     """Hooks on one causal language model."""
 
     def __init__(self) -> None:
-        self._folds: weakref.WeakKeyDictionary[SegmentTable, Fold] = weakref.WeakKeyDictionary()
+        self._fold: Fold | None = None
         self._watching = True
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_watching": self._watching}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._folds = weakref.WeakKeyDictionary()
-        self.__dict__.update(state)
+        self.__dict__.update(state, _fold=None)
 
     def before(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
         """Before the model's forward."""
+        self._fold = None  # of a call that failed
         if "tree_kv_index" in kwargs:
             return args, read_trl_row(kwargs)
-        if not (kwargs.get("fused_lm_head") or kwargs.get("trl_head")):
+        if kwargs.get(ARGUMENT) is not None:
             return None
-        if kwargs.get("output_router_logits"):
+        fused = kwargs.get("fused_lm_head") or kwargs.get("trl_head")
+        if fused and kwargs.get("output_router_logits"):
             raise UserError(_ROUTER)
         further = [name for name, value in kwargs.items() if value is not None and name not in UNDERSTOOD]
-        fold = None
-        why = f"the batch has {', '.join(further)}" if further or args else ""
-        if not why:
+        fold: Fold | str
+        if not fused:
+            fold = "the trainer asks for logits, as with label smoothing or a loss of your own"
+        elif further or args:
+            fold = f"the batch has {', '.join(further) or 'arguments without names'}"
+        else:
             fold = fold_batch(kwargs["input_ids"], kwargs.get("attention_mask"), kwargs["labels"])
-            why = "" if fold else f"no two samples of the batch share their first {SHORTEST_PREFIX} tokens"
         if self._watching and model.training and torch.is_grad_enabled():
             self._watching = False
-            if why:
-                logger.warning("shared_prompts=True had no effect in the first training step: %s", why)
-        if fold is None:
+            if isinstance(fold, str):
+                logger.warning("shared_prompts=True had no effect in the first training step: %s", fold)
+        if isinstance(fold, str):
             return None
-        self._folds[fold.row.segments] = fold
+        self._fold = fold
         return args, {**kwargs, **fold.row.inputs, "labels": fold.row.labels, "shift_labels": fold.row.labels}
 
     def after(self, model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
         """After it."""
-        segments = kwargs.get("shared_prompts")
-        fold = None if segments is None else self._folds.pop(segments, None)
+        fold, self._fold = self._fold, None
         if fold is None:
             return output
         spread = {
@@ -129,8 +132,8 @@ class FoldedCalls(TreeHooks):
         return replace(output, loss=loss, **spread)
 
 
-def fold_batch(input_ids: Tensor, attention_mask: Tensor | None, labels: Tensor) -> Fold | None:
-    """The row of a padded batch ``[B, T]``; None where its samples share nothing.
+def fold_batch(input_ids: Tensor, attention_mask: Tensor | None, labels: Tensor) -> Fold | str:
+    """The row of a padded batch ``[B, T]``, or why there is none.
 
     Cost:
         The batch is read on the CPU, so the call waits for the device once.
@@ -138,11 +141,16 @@ def fold_batch(input_ids: Tensor, attention_mask: Tensor | None, labels: Tensor)
     ids, targets = input_ids.cpu(), labels.cpu()
     real = torch.ones_like(ids, dtype=torch.bool) if attention_mask is None else attention_mask.cpu().bool()
     if not real.any(-1).all():
-        return None
+        return "a sample of the batch has no token"
+    kept = targets[:, 1:] != IGNORED
+    if (kept & ((targets != ids) | ~real)[:, 1:]).any():
+        return "a label of the batch is not the token in its place"
+    if (kept & ~real[:, :-1]).any():
+        return "the batch scores a token behind padding, such as the first of a sample"
     scored = [of_sample[there] != IGNORED for of_sample, there in zip(targets, real, strict=True)]
     row = tree_row([sample[there] for sample, there in zip(ids, real, strict=True)], scored, device=input_ids.device)
     if row.tokens == row.tokens_apart:
-        return None
+        return f"no two samples of the batch share their first {SHORTEST_PREFIX} tokens"
     # A sample's first token is predicted by nothing.
     columns = [there.nonzero()[1:, 0][mask[1:]] for there, mask in zip(real, scored, strict=True)]
     samples = torch.arange(len(ids), device="cpu").repeat_interleave(torch.tensor(row.counts, device="cpu"))
@@ -167,4 +175,4 @@ def read_trl_row(kwargs: dict[str, Any]) -> dict[str, Any]:
     segments = SegmentTable(
         tuple(starts[:-1]), tuple(parents), starts[-1], sum(lengths[number] for number in ends_of_samples)
     )
-    return {**kwargs, "shared_prompts": segments}
+    return {**kwargs, "attention_mask": no_mask(kwargs["input_ids"].device), ARGUMENT: segments}

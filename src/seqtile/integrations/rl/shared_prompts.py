@@ -9,9 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from seqtile._errors import UserError
 from seqtile.lm_loss.tiled_loss import deferred_logits
 from seqtile.ops.lm_loss.kept_tokens import IGNORED
 from seqtile.ops.lm_loss.token_logprobs import TokenScores
+from seqtile.shared_prompts.model import shares_prompts
 from seqtile.shared_prompts.trl_calls import fold_batch
 
 
@@ -35,8 +37,10 @@ def score_shared(
     Raises:
         UserError: the model has no tiled loss, or does not share prompts.
     """
+    if not shares_prompts(model):
+        raise UserError(f"score_shared needs seqtile.share_prompts(model) first, got {type(model).__name__} without it")
     fold = fold_batch(input_ids, attention_mask, labels)
-    if fold is None:
+    if isinstance(fold, str):
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "use_cache": False}
         targets = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
     else:
@@ -44,7 +48,7 @@ def score_shared(
     with deferred_logits(model):
         scores = model(**inputs).logits.scores(targets, temperature=temperature, entropy=entropy)
     log_probs, entropies = (
-        None if values is None else values[:, :-1] if fold is None else fold.spread(values)
+        None if values is None else values[:, :-1] if isinstance(fold, str) else fold.spread(values)
         for values in (scores.log_probs, scores.entropy)
     )
     assert log_probs is not None
