@@ -23,6 +23,7 @@ PARTS: dict[str, list[str]] = {
     "loss": ["numerics/test_head.py", "numerics/test_head_kernels.py"],
     "heads": ["numerics/test_heads.py", "device/test_attention_kernels.py"],
     "chunks": ["numerics/test_chunks.py"],
+    "prompts": ["numerics/test_segment_tree.py", "numerics/test_shared_prompts.py"],
     "states, offload, dropout": [
         "numerics/test_state_tiles.py", "numerics/test_offload.py", "numerics/test_dropout.py",
     ],

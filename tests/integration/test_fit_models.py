@@ -135,7 +135,7 @@ def test_another_model_is_refused_by_what_it_is(model: Any, word: str) -> None:
 def test_a_loss_of_none_stays() -> None:
     report = seqtile.fit(causal_lm("llama"), max_length=64, device="16GiB", loss=None)
     assert "loss" not in report.done and "loss_tile" not in dict(report.settings)
-    assert seqtile.fit(causal_lm("llama"), max_length=64, device="16GiB").loss
+    assert "loss" in seqtile.fit(causal_lm("llama"), max_length=64, device="16GiB").done
 
 
 def test_a_device_is_a_name_a_size_or_torchs() -> None:
