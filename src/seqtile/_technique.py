@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -50,13 +50,6 @@ class TechniqueResult:
     left: Sequence[Left] = ()
 
 
-class Change(Protocol):
-    """What a technique put on one instance."""
-
-    def remove(self) -> None:
-        """Put back what was there."""
-
-
 class Technique:
     """The use of one technique by one call of :func:`seqtile.apply`.
 
@@ -94,7 +87,7 @@ class Technique:
 
     @classmethod
     def standing(cls, model: nn.Module) -> Sequence[Any]:
-        """What it has on ``model``: one :class:`Change` per instance, the outer one first."""
+        """What it has on ``model``: one object with ``remove()`` per instance, the outer one first."""
         raise NotImplementedError
 
     @classmethod
@@ -115,7 +108,9 @@ class Technique:
 
     @classmethod
     def without_effect(cls, forwards: Sequence[Any]) -> list[str]:
-        """A sentence for each of its options that did nothing in a training forward that has just ended.
+        """A sentence for each of its options that had no effect in a training forward that has just ended.
+
+        Asked only of a technique that replaces forwards; the others warn by themselves.
 
         Args:
             forwards: those that it replaced.

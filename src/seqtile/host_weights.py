@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from seqtile._compat import after_backward, backward_pass, tree_iter, version_of
-from seqtile._effects import Watched, find_checkpointed, split_frozen
+from seqtile._effects import Watched, backbone_of, find_checkpointed, split_frozen
 from seqtile._errors import UserError
 from seqtile._log import first_rank_logger
 from seqtile._technique import Technique, TechniqueResult
@@ -331,7 +331,7 @@ class HostWeights(Watched):
         for number, layer_module in enumerate(modules):
             self.hooks.append(layer_module.register_forward_pre_hook(_BeforeLayer(self, number)))
             self.hooks.append(layer_module.register_forward_hook(_AfterLayer(self, number)))
-        backbone: nn.Module = getattr(module, "base_model", module)
+        backbone = backbone_of(module)
         self.hooks.append(backbone.register_forward_hook(self._after_forward))
 
     def remove(self) -> None:

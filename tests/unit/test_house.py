@@ -310,8 +310,8 @@ assert seqtile.undo(model) == 2
 
 
 def test_a_technique_is_imported_where_it_is_asked_for() -> None:
-    others = [entry.mark for entry in techniques._ENTRIES if not entry.mark.startswith("blocks.")]
-    assert others and loaded(TILES_ALONE, {f"seqtile.{mark}" for mark in others}) == set()
+    others = [entry.defines for entry in techniques._ENTRIES if not entry.defines.startswith("blocks.")]
+    assert others and loaded(TILES_ALONE, {f"seqtile.{module}" for module in others}) == set()
 
 
 def test_the_command_of_a_plain_install_is_one_sentence() -> None:

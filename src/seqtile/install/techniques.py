@@ -18,30 +18,30 @@ class _Entry(NamedTuple):
         wanted: whether options ask for it.
         home: its module, imported when it is first asked for.
         class_name: its class there.
-        mark: the module of what it puts on a model; where that is not imported, no model has any.
+        defines: the module that defines what it puts on a model; where it is not imported, no model has any.
     """
 
     wanted: Callable[[TilingOptions], bool]
     home: str
     class_name: str
-    mark: str
+    defines: str
 
 
 _ENTRIES = (
-    _Entry(lambda asked: asked.tiled, "blocks.install_blocks", "BlocksTechnique", "blocks.instance"),
+    _Entry(lambda options: options.tiled, "blocks.install_blocks", "BlocksTechnique", "blocks.instance"),
     _Entry(
-        lambda asked: asked.heads is not None, "headwise.install_heads", "HeadsTechnique", "headwise.install_heads"
+        lambda options: options.heads is not None, "headwise.install_heads", "HeadsTechnique", "headwise.install_heads"
     ),
-    _Entry(lambda asked: asked.state is not None, "state.state_layers", "StateTechnique", "state.tiled_state"),
-    _Entry(lambda asked: asked.chunk is not None, "chunks.install_chunks", "ChunksTechnique", "chunks.segment"),
+    _Entry(lambda options: options.state is not None, "state.state_layers", "StateTechnique", "state.tiled_state"),
+    _Entry(lambda options: options.chunk is not None, "chunks.install_chunks", "ChunksTechnique", "chunks.segment"),
     _Entry(
-        lambda asked: asked.checkpoint is not None or bool(asked.offload_room), "install.checkpoints",
+        lambda options: options.checkpoint is not None or bool(options.offload_room), "install.checkpoints",
         "CheckpointTechnique", "checkpointing.policies",
     ),
-    _Entry(lambda asked: asked.loss is not None, "lm_loss.tiled_loss", "LossTechnique", "lm_loss.tiled_loss"),
-    _Entry(lambda asked: asked.vision is not None, "vision.install_vision", "VisionTechnique", "vision.tower"),
+    _Entry(lambda options: options.loss is not None, "lm_loss.tiled_loss", "LossTechnique", "lm_loss.tiled_loss"),
+    _Entry(lambda options: options.vision is not None, "vision.install_vision", "VisionTechnique", "vision.tower"),
     # Last, since a call that fails puts back attributes and hooks, and no weights that have moved.
-    _Entry(lambda asked: asked.weights_on_host, "host_weights", "HostWeightsTechnique", "host_weights"),
+    _Entry(lambda options: options.weights_on_host, "host_weights", "HostWeightsTechnique", "host_weights"),
 )  # fmt: skip
 """In the order of installation: a replaced forward of a layer is put over those of the techniques above it."""
 
@@ -59,7 +59,7 @@ def wanted_techniques(options: TilingOptions) -> list[type[Technique]]:
 
 def known_techniques() -> list[type[Technique]]:
     """The techniques that this process has used so far, in their order; no model has anything of another one."""
-    return [_class_of(entry) for entry in _ENTRIES if f"seqtile.{entry.mark}" in sys.modules]
+    return [_class_of(entry) for entry in _ENTRIES if f"seqtile.{entry.defines}" in sys.modules]
 
 
 def order_of(technique: type[Technique]) -> int:

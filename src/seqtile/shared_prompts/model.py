@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from seqtile._compat import HOOK_CONTAINERS, HOOKS, OtherAttention, attention_kind
 from seqtile._errors import UserError
 from seqtile._stand_in import ForwardStandIn
-from seqtile.chunks.segment import ChunkForward
+from seqtile.blocks.instance import installed_forwards
 from seqtile.ops.attention.piece_kernels import default_scale
 from seqtile.ops.attention.segment_tree import SegmentTable, tree_attention
 from seqtile.recognise.decoder_layers import ATTENTION_MIXER, decoder_layers
@@ -30,7 +30,6 @@ from seqtile.state.state_cache import cache_argument
 from seqtile.state.state_layers import hidden_states_for
 from seqtile.state.state_proof import StateProofs
 from seqtile.state.tile_call import TileCall
-from seqtile.state.tiled_state import StateForward
 
 TREE_ATTENTION = "seqtile_shared_prompts"
 """Name of the attention function in Transformers' registry."""
@@ -212,11 +211,9 @@ class TreeCalls(OwnHooks):
         if segments is None:
             return
         segments.attended.clear()
-        for module in trunk.modules():
-            for forward in _stand_ins(module):
-                for kind, option in ((ChunkForward, "chunk"), (StateForward, "state")):
-                    if isinstance(forward, kind):
-                        raise UserError(f"shared prompts do not run with {option}=; drop {option}")
+        for forward in installed_forwards(trunk):
+            if (option := forward.technique) in ("chunk", "state"):
+                raise UserError(f"shared prompts do not run with {option}=; drop {option}")
 
     def after(self, trunk: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         """After it."""
@@ -326,12 +323,7 @@ class TreeState(ForwardStandIn):
         return "shared prompts"
 
     def remove(self) -> None:
-        attributes = self.module.__dict__
-        above = [forward for forward in _stand_ins(self.module) if forward.before.get("forward") is self]
-        kept = above[0].before if above else attributes
-        for name in self.changed:
-            kept.pop(name, None)
-        kept.update(self.before)
+        self.take_out()
 
     def __call__(self, *args: Any, shared_prompts: SegmentTable | None = None, **kwargs: Any) -> Any:
         if shared_prompts is None:
