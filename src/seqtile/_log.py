@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -28,6 +29,14 @@ def log_to_stderr() -> None:
     logger = logging.getLogger("seqtile")
     logger.setLevel(logging.INFO)
     logger.handlers = [_ToStderr()]
+
+
+def quiet_libraries() -> None:
+    """Log only errors of the libraries below, also of kernels that Transformers and PEFT import unasked."""
+    logging.getLogger("datasets").setLevel(logging.CRITICAL)  # we name the file and the line of a bad data set
+    for name in ("torchao", "bitsandbytes", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=FutureWarning)
 
 
 def first_rank_logger(name: str) -> logging.Logger:

@@ -16,7 +16,7 @@ import typer
 
 from seqtile import __version__
 from seqtile._errors import RUN_ERROR, USER_ERROR, RunError, UserError, note_fault
-from seqtile._log import process_rank
+from seqtile._log import process_rank, quiet_libraries
 from seqtile.cli.usage_errors import OneSentence
 
 EXAMPLES = {
@@ -66,6 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     (one sentence on stderr), 130 for Ctrl-C, 143 for SIGTERM, 129 for SIGHUP.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
+    quiet_libraries()
     try:
         build_app([word for word in words[:1] if word in COMMANDS] or COMMANDS)(words, prog_name="seqtile")
         sys.stdout.flush()

@@ -75,6 +75,7 @@ def _run_features() -> list[FeatureResult]:
     import logging
 
     import torch
+    from transformers.utils import logging as transformers_logging
 
     from seqtile._log import log_level
     from seqtile.cli.doctor_checks import run_features
@@ -82,7 +83,8 @@ def _run_features() -> list[FeatureResult]:
     device = accelerator() or torch.device("cpu")
     print(f"One training step of a tiny model on {device.type}, compared with untiled:")
     results = []
-    with log_level("seqtile", logging.ERROR), log_level("transformers", logging.ERROR):
+    transformers_logging.set_verbosity_error()
+    with log_level("seqtile", logging.ERROR):
         for result in run_features(device):
             print(f"  {result.name:20} {result}", flush=True)
             results.append(result)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from seqtile._errors import UserError
-from seqtile._log import log_to_stderr
+from seqtile._log import log_to_stderr, quiet_libraries
 from seqtile.cli.flags import flag, option_flags, recipe_flags, takes
 from seqtile.options import from_flag
 from seqtile.train.recipe import Recipe, build_recipe, parse_lora, read_recipe, resolve
@@ -239,11 +238,7 @@ def run(recipe: Recipe, **how: Any) -> None:
 def quiet() -> None:
     """Our own messages on stderr; of the libraries below only what the user can act on."""
     log_to_stderr()
-    # Our own messages replace these libraries' about a bad dataset or a slow import.
-    logging.getLogger("datasets").setLevel(logging.CRITICAL)
-    for name in ("torchao", "bitsandbytes", "torch.utils._pytree"):  # of kernels that PEFT imports and no run asked for
-        logging.getLogger(name).setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", category=FutureWarning)
+    quiet_libraries()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     # PyTorch reads it at import; expandable segments exist on Linux only. Child processes inherit it.
     if sys.platform == "linux" and not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import traceback
-import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -66,7 +65,6 @@ def command(flags: VerifyFlags) -> None:
 
     recipe = check_recipe(settings)
     log_to_stderr()
-    warnings.filterwarnings("ignore", category=FutureWarning)
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.set_verbosity_error()
