@@ -51,6 +51,7 @@ class PlanFlags:
     batch_size: int = flag(1, "Sequences per rank and micro-batch", "N")
     gradient_accumulation: int = flag(None, "Micro-batches per optimizer step (default 1; GRPO: a whole group)", "N")
     group_size: int = flag(None, "GRPO: completions per prompt (default 8)", "N")
+    shared_prompt: int = flag(None, "GRPO: tokens of a prompt that is computed once for its group", "TOKENS")
     reference: bool = flag(False, "GRPO: with a reference model (beta above 0)")
     generator: str = flag(None, "GRPO: server (default), model, colocate or sleep (vLLM on the device)", "NAME")
     generator_memory: str = flag(None, "vLLM's share of the device: 0.3, or 24GiB", "M")
@@ -136,7 +137,7 @@ def _checked_settings(flags: PlanFlags, policy: dict[str, Any] | None) -> dict[s
     offload, engine_offload = split_offload(flags.offload, flags.engine)
     accumulation = flags.gradient_accumulation
     if accumulation is None:  # as many as make whole groups
-        group = 1 if policy is None else policy["group"]
+        group = 1 if policy is None or policy["prompt"] else policy["group"]
         accumulation = max(1, group // gcd(group, flags.batch_size * flags.gpus))
     same = ("engine", "attention", "optimizer", "gpus", "sp_size", "cp_size", "nodes", "scans")
     named = {
@@ -222,7 +223,7 @@ def _policy_of(flags: PlanFlags) -> dict[str, Any] | None:
     from seqtile.planner.names import GENERATORS
 
     if flags.options.get("loss") != "grpo":
-        for name in ("group_size", "reference", "generator", "generator_memory"):
+        for name in ("group_size", "shared_prompt", "reference", "generator", "generator_memory"):
             if getattr(flags, name) not in (None, False):
                 raise UserError(f"--{name.replace('_', '-')} is for GRPO; add --loss grpo or drop it")
         return None
@@ -237,8 +238,11 @@ def _policy_of(flags: PlanFlags) -> dict[str, Any] | None:
     group = 8 if flags.group_size is None else flags.group_size
     if group < 2:
         raise UserError(f"got group size {group}, expected at least 2 completions per prompt")
+    prompt = 0 if flags.shared_prompt is None else flags.shared_prompt
+    if flags.shared_prompt is not None and not 0 < prompt < 2**27:
+        raise UserError(f"got --shared-prompt {prompt}, expected at least 1 and fewer than {2**27:,} tokens")
     memory = generator_fraction(flags.generator_memory)
-    return {"group": group, "reference": flags.reference, "generator": where, "memory": memory}
+    return {"group": group, "prompt": prompt, "reference": flags.reference, "generator": where, "memory": memory}
 
 
 def generator_fraction(text: str | None) -> float | None:

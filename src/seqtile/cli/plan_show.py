@@ -134,6 +134,9 @@ def _print_verdict(
         console.print(f"Next: {step.flags} reaches {step.length:,} tokens ({step.why}).", soft_wrap=True)
     work = planner.work(estimate.tokens)
     batch = "1 sequence" if request.batch == 1 else f"{request.batch:,} sequences"
+    if request.grpo is not None and request.grpo.prompt:
+        each = f"{request.grpo.group} sequences with one prompt, {request.row_tokens(estimate.tokens):,} tokens"
+        batch = each if request.batch == 1 else f"{request.batch:,} times {each}"
     line = f"Step of {batch}: {work.total:.3g} FLOPs, {work.attention / work.total:.0%} in attention"
     if request.device.tflops is not None:
         seconds, share = work.seconds(request.device.tflops, request.split), work.efficiency(request.device.tflops)
@@ -186,6 +189,7 @@ def print_object(
     plan = {
         "fits": planner.fits(estimate),
         "tokens": estimate.tokens,
+        "row_tokens": request.row_tokens(estimate.tokens),
         "device_gib": request.device.memory / GIB,
         "peak_device_gib": _bounds(estimate.device),
         "peak_host_gib": _bounds(estimate.host),

@@ -66,7 +66,7 @@ def count_work(request: Request, counts: Counts, tokens: int) -> Work:
     and values of their first layer once more where it has attention, and compute the last product of every layer but
     their last one again.
     """
-    rows = request.batch * tokens
+    rows, trained_rows, attended = _of_rows(request, tokens)
     inside = counts.active - counts.vocabulary * counts.hidden
     trained = 2 if request.lora is None else 0
     options = request.options
@@ -78,18 +78,31 @@ def count_work(request: Request, counts: Counts, tokens: int) -> Work:
     scored, logits = (0, 0) if request.grpo is None else (request.grpo.passes, 2)
     segments = -(-counts.layers // options.segment) if in_chunks else 0
     spared *= segments or counts.layers
-    products: float = rows * (inside * (4 + trained + again) - spared + head * (4 + trained + logits))
+    products: float = rows * (inside * (4 + trained + again) - spared) + trained_rows * head * (4 + trained + logits)
     # Of the segments' first layers as many attend as of all: right but for hybrid models, by a thousandth of a step.
     projections = counts.hidden * counts.head_width * (counts.heads + 2 * counts.key_heads)
     products += rows * 2 * projections * segments * counts.attentions / counts.layers
-    products += scored * rows * 2 * counts.active
-    of_a_head = 2.0 * tokens**2 * counts.head_width
-    attention = request.batch * of_a_head * counts.heads * counts.attentions
+    products += scored * 2 * (rows * inside + trained_rows * head)
+    attention = 4.0 * attended * counts.head_width * counts.heads * counts.attentions
     layer_bytes = LAYER_BYTES["kernels" if options.tiled or request.liger else "pytorch"]
     logit_bytes = LOGIT_BYTES["pytorch" if options.loss is None else "kernels"]
-    copied = rows * (counts.layers * counts.hidden * layer_bytes + counts.vocabulary * logit_bytes)
+    copied = rows * counts.layers * counts.hidden * layer_bytes + trained_rows * counts.vocabulary * logit_bytes
     attention *= 1 + 2.5 + scored + (1 if options.checkpoint == "layer" or in_chunks else 0)
     return Work(products, attention, copied)
+
+
+def _of_rows(request: Request, tokens: int) -> tuple[int, int, float]:
+    """(tokens of the rows, of these in the head, pairs of query and key) of a step on samples of ``tokens`` tokens.
+
+    With shared prompts a row has its prompt once, the head computes completions, and each query reads its own sample.
+    """
+    prompt = 0 if request.grpo is None else request.grpo.prompt
+    if not 0 < prompt < tokens:
+        return request.batch * tokens, request.batch * tokens, request.batch * tokens**2 / 2
+    assert request.grpo is not None
+    group, completion, shared = request.grpo.group, tokens - prompt, prompt - 1
+    pairs = shared**2 / 2 + group * (completion + 1) * (shared + (completion + 1) / 2)
+    return request.batch * request.row_tokens(tokens), request.batch * group * completion, request.batch * pairs
 
 
 def is_in_chunks(options: TilingOptions, tokens: int, batch: int) -> bool:

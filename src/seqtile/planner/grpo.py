@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from seqtile._errors import UserError
 from seqtile.lm_loss.tiled_loss import deferred_logits
+from seqtile.ops.attention.segment_tree import SegmentTable
 from seqtile.ops.lm_loss.kept_tokens import IGNORED
 from seqtile.ops.lm_loss.policy import importance_ratios
 from seqtile.planner.layer_structure import Counts
@@ -26,6 +27,9 @@ from seqtile.planner.request import Request
 from seqtile.planner.sharding_terms import CONSTANTS, NF4_BYTES, packed_weights
 from seqtile.planner.step_config import Rollouts, Setup
 from seqtile.planner.step_kind import StepKind, Terms
+from seqtile.shared_prompts.model import share_prompts
+from seqtile.shared_prompts.rows import TreeRow
+from seqtile.shared_prompts.trl_calls import Fold
 
 ROLLOUTS = "rollouts"
 REFERENCE = "reference model"
@@ -41,25 +45,68 @@ CLIP = 0.2
 
 
 def make_rollouts(rollouts: Rollouts, tokens: int, device: torch.device) -> dict[str, Tensor]:
-    """Tokens and mask ``[rows, tokens]``, one advantage for each of them, and the numbers of each token."""
-    shape = (rollouts.rows, tokens)
-    ids = torch.zeros(shape, dtype=torch.long, device=device)
+    """The samples of rows of ``tokens``: tokens and masks, one advantage for each sample, and numbers of each token.
+
+    With shared prompts the mask of trained tokens and the numbers are of completions alone.
+    """
+    rows, beside, trained = rollouts.rows, {}, tokens
+    if rollouts.group > 1:
+        shared, branch = branch_lengths(rollouts, tokens)
+        tokens, trained = shared + branch, branch - 1
+        beside["prompt mask"] = torch.ones(rows, shared + 1, dtype=torch.long, device=device)
     return {
-        "ids": ids,
-        "mask": torch.ones_like(ids),
-        "advantages": torch.zeros(rollouts.rows, device=device),
-        **{f"number {i}": torch.zeros(shape, device=device) for i in range(rollouts.numbers)},
+        "ids": torch.zeros(rows, tokens, dtype=torch.long, device=device),
+        "mask": torch.ones(rows, trained, dtype=torch.long, device=device),
+        "advantages": torch.zeros(rows, device=device),
+        **{f"number {i}": torch.zeros(rows, trained, device=device) for i in range(rollouts.numbers)},
+        **beside,
     }
+
+
+def branch_lengths(rollouts: Rollouts, tokens: int) -> tuple[int, int]:
+    """(shared tokens, tokens of each branch) in a row of ``tokens``; a branch repeats the prompt's last token."""
+    group = rollouts.group
+    branch = max(1, min(round(tokens * (1 - rollouts.prompt) / group), (tokens - 1) // group))
+    return max(1, tokens - branch * group), branch
+
+
+def fold_groups(rollouts: Rollouts, ids: Tensor, branch: int) -> Fold:
+    """Samples ``[groups * completions, T]``, the last ``branch`` tokens apart, folded as TRL's calls are."""
+    group, (samples, tokens) = rollouts.group, ids.shape
+    groups, shared = samples // group, tokens - branch
+    row, device = shared + group * branch, ids.device
+    starts = [begin + start for begin in range(0, groups * row, row) for start in (0, *range(shared, row, branch))]
+    parents = [parent for first in range(0, groups * (group + 1), group + 1) for parent in (-1, *[first] * group)]
+    segments = SegmentTable(tuple(starts), tuple(parents), groups * row, samples * tokens)
+    segments.at_once = math.ceil(shared * rollouts.at_once)
+    shape, trained = (1, groups * row), branch - 1
+    ids, positions, labels = (torch.zeros(shape, dtype=torch.long, device=device) for _ in range(3))
+    places = torch.arange(samples * trained, device=device)
+    tree = TreeRow(ids, positions, labels, segments, places, (trained,) * samples)
+    columns = torch.arange(shared + 1, tokens, device=device).repeat(samples)
+    return Fold(tree, (samples, tokens), torch.arange(samples, device=device).repeat_interleave(trained), columns)
+
+
+def shared_log_probs(model: Any, rollouts: Rollouts, ids: Tensor, trained: int) -> Tensor:
+    """Log-probabilities ``[rows, trained]`` of completions whose prompts are computed once."""
+    fold = fold_groups(rollouts, ids, trained + 1)
+    with deferred_logits(model):
+        scores = model(**fold.row.inputs).logits.scores(fold.row.labels, entropy=True)
+    log_probs, _ = fold.spread(scores.log_probs), fold.spread(scores.entropy)
+    return log_probs[:, -trained:] if trained else log_probs[:, :0]
 
 
 def policy_loss(model: Any, rollouts: Rollouts, batch: Mapping[str, Tensor]) -> Tensor:
     """GRPO's loss of one micro-batch, by the tiled head; every token is taken to be trained."""
     ids, mask = batch["ids"], batch["mask"]
-    labels = ids.masked_fill(mask == 0, IGNORED)
-    targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
-    with deferred_logits(model):
-        scores = model(input_ids=ids).logits.scores(targets, entropy=True)
-    log_probs = scores.log_probs
+    if rollouts.group > 1:
+        log_probs = shared_log_probs(model, rollouts, ids, mask.shape[1])
+    else:
+        labels = ids.masked_fill(mask == 0, IGNORED)
+        targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+        with deferred_logits(model):
+            scores = model(input_ids=ids).logits.scores(targets, entropy=True)
+        log_probs = scores.log_probs
     old = log_probs.detach() if rollouts.numbers == int(rollouts.reference) else batch["number 0"]
     ratios = importance_ratios(log_probs, old, mask)
     advantages = batch["advantages"].unsqueeze(-1)
@@ -99,6 +146,19 @@ def cache_bytes(request: Request, counts: Counts, tokens: int) -> float:
     return max(0.0, whole - generator_weights(request, counts))
 
 
+def check_shared(request: Request, max_length: int | None) -> None:
+    """Refuse what shared prompts do not run with."""
+    assert request.grpo is not None
+    prompt, options = request.grpo.prompt, request.options
+    if max_length is not None and max_length <= prompt:
+        raise UserError(
+            f"got max length {max_length:,} with shared prompts of {prompt:,} tokens; the length includes the prompt"
+        )
+    split = "cp_size" * (request.cp_size > 1)
+    if setting := split or next((name for name in ("chunk", "state") if getattr(options, name) is not None), ""):
+        raise UserError(f"shared prompts do not run with {setting}; drop {setting}")
+
+
 class GrpoStep(StepKind):
     """A step of GRPO, and what comes before it in an update."""
 
@@ -113,7 +173,9 @@ class GrpoStep(StepKind):
         ids = batch["input_ids"]
         batch.clear()
         rollouts = make_rollouts(setup.rollouts, ids.shape[1], ids.device)
-        batch |= {name: values[: setup.batch] for name, values in rollouts.items()}
+        batch |= {name: values[: setup.batch * setup.rollouts.group] for name, values in rollouts.items()}
+        if setup.rollouts.group > 1:
+            share_prompts(model)
 
     def loss(self, model: Any, setup: Setup, batch: Mapping[str, Tensor]) -> Tensor:
         assert setup.rollouts is not None
@@ -124,13 +186,19 @@ class GrpoStep(StepKind):
         if request.sp_size > 1:
             raise UserError(f"TRL's GRPO does not support sp-size {request.sp_size}; use --sp-size 1")
         together, group = request.batch * request.accumulation * request.gpus, request.grpo.group
-        if together % group:
+        if request.grpo.prompt:
+            check_shared(request, max_length)
+        elif together % group:
             needed = math.lcm(group, request.batch * request.gpus) // (request.batch * request.gpus)
             raise UserError(
                 f"{together} completions per update (batch size {request.batch} x {request.accumulation} "
                 f"micro-batches x {request.gpus} GPUs) are not a multiple of the group size {group}; use "
                 f"--gradient-accumulation {needed}"
             )
+
+    def least_tokens(self, request: Request) -> int:
+        assert request.grpo is not None
+        return request.grpo.prompt + 1
 
     def most_tokens(self, request: Request, counts: Counts) -> int | None:
         assert request.grpo is not None
@@ -175,7 +243,7 @@ class GrpoStep(StepKind):
             terms[GENERATOR_CACHE] = cache_bytes(request, counts, tokens)
         elif grpo.generator == "model" and phase == GENERATION:
             # Every completion of the update at once, and one layer's keys or values while a token is appended to them.
-            rows = request.batch * request.accumulation
+            rows = request.batch * request.accumulation * grpo.branches
             terms[GENERATOR_CACHE] = rows * row_cache(request, counts, tokens) * (1 + 0.5 / max(1, counts.attentions))
 
     def notes(self, request: Request, counts: Counts, states: Mapping[str, Sequence[str]]) -> list[str]:
@@ -188,7 +256,13 @@ class GrpoStep(StepKind):
                 if _own_reference(request)
                 else "the reference is the model without adapters"
             )
-        notes = [f"GRPO with {grpo.group} completions per prompt, {reference}; prompt tokens are counted as trained"]
+        prompts = "prompt tokens are counted as trained"
+        if grpo.prompt:
+            prompts = (
+                f"the {grpo.prompt:,} tokens of a prompt are computed once (shared_prompts=True, "
+                f"per_device_train_batch_size={request.batch * grpo.group}, steps_per_generation=1)"
+            )
+        notes = [f"GRPO with {grpo.group} completions per prompt, {reference}; {prompts}"]
         longest = self.most_tokens(request, counts)
         if longest is not None:
             notes.append(f"the generator's KV cache has room for {longest:,} tokens, less vLLM's own working memory")

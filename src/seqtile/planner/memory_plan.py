@@ -204,7 +204,7 @@ class Planner:
 
     def local(self, tokens: int) -> int:
         """Tokens of each row that one rank holds."""
-        return -(-tokens // self.request.split)
+        return -(-self.request.row_tokens(tokens) // self.request.split)
 
     def resolved(self, tokens: int) -> Setup:
         """The setup with the tiles that a rank's part of ``tokens`` is cut into."""
@@ -214,7 +214,8 @@ class Planner:
         loss_tile = self.request.options.loss_tile
         head = loss_tile if isinstance(loss_tile, int) else head_tile(self.built, self.setup, rows, device_type)
         keep = kept_share(self.built, self.setup, rows, device_type, self.depths)
-        return resolve_tiles(changed(self.setup, loss_tile=head, keep=keep), rows, tile)
+        setup = changed(self.setup, loss_tile=head, keep=keep, rollouts=self.request.rollouts(tokens))
+        return resolve_tiles(setup, rows, tile)
 
     def lines(self, tokens: int) -> Lines:
         """The step's memory over tokens per rank, from fake runs with about the tiles of ``tokens``."""
@@ -462,7 +463,7 @@ class Planner:
         counts, setup = self.counts, self.setup
         itemsize = 2 if setup.autocast else setup.dtype.itemsize
         each = counts.heads * (counts.head_width * itemsize + 4)  # the output and its log-sum-exp
-        return float(counts.attentions * each * self.local(tokens) * self.request.batch)
+        return float(counts.attentions * each * self.request.attended_tokens(tokens) / self.request.split)
 
     def at_least(self, tokens: int) -> float:
         """Bytes on the device that no step of ``tokens`` tokens per row is below, without a fake run."""

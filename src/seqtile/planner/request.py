@@ -10,6 +10,7 @@ import torch
 from seqtile._errors import UserError
 from seqtile.models.configs import max_positions
 from seqtile.models.rope_scaling import lift
+from seqtile.ops.attention.prefix import KEYS_AT_ONCE
 from seqtile.options import TilingOptions
 from seqtile.planner.accelerators import Device
 from seqtile.planner.layer_structure import Counts
@@ -17,6 +18,9 @@ from seqtile.planner.names import check_names
 from seqtile.planner.step_config import PLANNED, Grpo, Lora, Pictures, Rollouts, Setup
 from seqtile.recognise.packed_experts import why_experts_stay_whole
 from seqtile.rules import SHARDED, Combination, ModelFacts, check_combination
+
+PROMPT_SHARES = 64
+"""Shares of a row that a plan takes a shared prompt to be: multiples of one over this."""
 
 
 @dataclass(frozen=True)
@@ -115,11 +119,30 @@ class Request:
             chooses=True, model=model or ModelFacts(),
         )  # fmt: skip
 
-    def rollouts(self) -> Rollouts | None:
-        """The rollouts of one rank's GRPO steps; None for a supervised step."""
-        if self.grpo is None:
+    def row_tokens(self, tokens: int) -> int:
+        """Tokens of a row of the model whose samples have ``tokens``."""
+        return tokens if self.grpo is None else self.grpo.row_tokens(tokens)
+
+    def attended_tokens(self, tokens: int) -> int:
+        """Queries of a step on samples of ``tokens``, those of completions once for each call of a kernel."""
+        row = self.row_tokens(tokens)
+        if self.grpo is not None and row > tokens:
+            shared = self.grpo.prompt - 1
+            row += -(-shared // KEYS_AT_ONCE) * (row - shared)
+        return self.batch * row
+
+    def rollouts(self, tokens: int | None = None) -> Rollouts | None:
+        """The rollouts of one rank's GRPO steps, of samples of ``tokens``; None for a supervised step."""
+        grpo = self.grpo
+        if grpo is None:
             return None
-        return Rollouts(self.batch * self.accumulation, self.grpo.numbers, self.grpo.reference)
+        rollouts = Rollouts(self.batch * self.accumulation * grpo.branches, grpo.numbers, grpo.reference)
+        if not grpo.prompt:
+            return rollouts
+        # In steps, so that about as long samples have the same fake runs.
+        share = 1.0 if tokens is None else (grpo.prompt - 1) / grpo.row_tokens(tokens)
+        share = min(max(round(PROMPT_SHARES * share), 1), PROMPT_SHARES - 1) / PROMPT_SHARES
+        return replace(rollouts, group=grpo.group, prompt=share, at_once=min(1.0, KEYS_AT_ONCE / grpo.prompt))
 
     @property
     def packs_experts(self) -> bool:

@@ -35,6 +35,7 @@ class Grpo:
 
     Attributes:
         group: completions of each prompt.
+        prompt: tokens of each prompt, which is computed once for its group; 0 for a row per completion.
         reference: a frozen reference (``beta`` above 0): a model of its own, or the adapters off.
         generator: one of :data:`seqtile.planner.names.GENERATORS`.
         memory: of a generator that shares the device: a fraction of the device's memory, as vLLM's
@@ -42,6 +43,7 @@ class Grpo:
     """
 
     group: int = 8
+    prompt: int = 0
     reference: bool = False
     generator: str = "server"
     memory: float | None = None
@@ -61,6 +63,16 @@ class Grpo:
         """Fp32 numbers that are kept for each token: those of each pass, vLLM's own and the ratio to them."""
         return self.passes + (0 if self.generator == "model" else 2)
 
+    @property
+    def branches(self) -> int:
+        """Completions of each row of the model."""
+        return self.group if self.prompt else 1
+
+    def row_tokens(self, tokens: int) -> int:
+        """Tokens of a row whose samples have ``tokens``; each completion repeats the last token of a shared prompt."""
+        shared = self.prompt - 1
+        return tokens if not self.prompt or tokens <= shared else shared + self.group * (tokens - shared)
+
 
 @dataclass(frozen=True)
 class Rollouts:
@@ -70,11 +82,17 @@ class Rollouts:
         rows: completions with their prompts, of all micro-batches of one rank.
         numbers: fp32 numbers for each token.
         reference: whether one of them is the reference's log-probability.
+        group: completions that one row of the model has behind a shared prompt; 1 for a row per completion.
+        prompt: the prompt's share of such a row.
+        at_once: share of the prompt's keys that attention reads at once.
     """
 
     rows: int
     numbers: int
     reference: bool
+    group: int = 1
+    prompt: float = 0.0
+    at_once: float = 1.0
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,7 @@ class SegmentTable:
 
     Attributes:
         attended: which layers' mixers have read the table.
+        at_once: most keys of a segment that the queries below it read at once.
 
     Raises:
         ValueError: the segments are not in depth-first order.
@@ -45,6 +46,7 @@ class SegmentTable:
     def __init__(self, starts: tuple[int, ...], parents: tuple[int, ...], tokens: int, tokens_apart: int = 0) -> None:
         self.starts, self.parents, self.tokens, self.tokens_apart = starts, parents, tokens, tokens_apart
         self.attended: set[Any] = set()
+        self.at_once = KEYS_AT_ONCE
         path: list[int] = []
         for number, parent in enumerate(parents):
             while path and path[-1] != parent:
@@ -89,6 +91,11 @@ class SegmentTable:
             if parent != -1:
                 children[parent].append(number)
         return tuple(map(tuple, children))
+
+    def blocks(self, start: int, end: int) -> Iterator[slice]:
+        """The keys from ``start`` to ``end``, as many at once as :attr:`at_once` allows."""
+        for first in range(start, end, self.at_once):
+            yield slice(first, min(first + self.at_once, end))
 
     def path(self, number: int) -> list[int]:
         """The segments from the root to this one."""
@@ -189,11 +196,6 @@ class _TreeAttention(torch.autograd.Function):
         return dq, dk, dv, dsinks, None, None, None, None
 
 
-def _blocks(start: int, end: int) -> Iterator[slice]:
-    for first in range(start, end, KEYS_AT_ONCE):
-        yield slice(first, min(first + KEYS_AT_ONCE, end))
-
-
 def _dense_results(
     q: Tensor, k: Tensor, v: Tensor, segments: SegmentTable, scale: float
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
@@ -213,7 +215,7 @@ def _dense_results(
             continue
         descendants = None if earlier is None else (earlier[0][:, :, size:], earlier[1][:, :, size:])
         del earlier
-        for keys in _blocks(start, end):
+        for keys in segments.blocks(start, end):
             piece = piece_kernels.forward(q[:, :, end:below], k[:, :, keys], v[:, :, keys], dense)
             descendants = piece if descendants is None else _join_pieces(descendants, piece)
             del piece
@@ -249,7 +251,7 @@ def _dense_gradients(saved: Sequence[Tensor], segments: SegmentTable, scale: flo
         if below > end:
             of_keys, of_values = of_keys.to(lse.dtype), of_values.to(lse.dtype)
             descendants = None if earlier is None else earlier[:, :, size:]
-            for keys in _blocks(start, end):
+            for keys in segments.blocks(start, end):
                 part = slice(keys.start - start, keys.stop - start)
                 of_queries, dense_keys, dense_values = piece(slice(end, below), keys, False)
                 descendants = of_queries if descendants is None else descendants.to(lse.dtype) + of_queries
