@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, groupby
 
 MULTIPLE = 128
 """Tiles are multiples of this many tokens where that keeps them within the rule (matrix-product tiling)."""
@@ -407,13 +407,17 @@ class StateTiles:
     Attributes:
         sizes: tokens of each tile, in order.
         begins: numbers of the tiles at which a document begins, besides the first.
+        documents: how many documents of equal length a tile holds, by its number, where it holds more than one.
     """
 
     sizes: tuple[int, ...]
     begins: frozenset[int] = frozenset()
+    documents: Mapping[int, int] = field(default_factory=dict)
 
 
-def state_tiles(tokens: int, batch: int, tile: int | str, documents: Sequence[int] = ()) -> StateTiles:
+def state_tiles(
+    tokens: int, batch: int, tile: int | str, documents: Sequence[int] = (), together: bool = True
+) -> StateTiles:
     """Cut a sequence into tiles that hand a state on; a single tile where that is all of it.
 
     No tile is one token that is handed a state: layers take that for a step of generation.
@@ -423,20 +427,28 @@ def state_tiles(tokens: int, batch: int, tile: int | str, documents: Sequence[in
         batch: rows of the batch, which share each tile.
         tile: tokens of the sequence per tile, or ``"auto"``: :data:`STATE_TOKENS` over all rows.
         documents: lengths of the documents that are packed into the sequence, in order.
+        together: whether neighbouring documents of equal length share a tile, as the rows of a batch. TRL's collator
+            makes a document of each padding token.
     """
     if isinstance(tile, str):
         tile = max(STATE_MULTIPLE, STATE_TOKENS // max(1, batch) // STATE_MULTIPLE * STATE_MULTIPLE)
     sizes: list[int] = []
-    begins = set()
-    for length in documents or (tokens,):
-        if sizes:
+    begins, sharing = set(), {}
+    for length, equal in groupby(documents or (tokens,)):
+        # Kernels pad a row to 64 tokens, and leave a state for each.
+        left, most = len(list(equal)), tile // max(length, CHUNK_MULTIPLE) if together else 1
+        while left:
             begins.add(len(sizes))
-        whole, remainder = divmod(length, tile)
-        cut = [tile] * whole + [remainder] * (remainder > 0)
-        if len(cut) > 1 and cut[-1] == 1:  # a tile has two tokens at least, so the one before keeps one
-            cut[-2:] = [tile + 1] if tile == 2 else [tile - 1, 2]
-        sizes += cut
-    return StateTiles(tuple(sizes), frozenset(begins))
+            count = max(1, min(left, most))
+            left -= count
+            if count > 1:
+                sharing[len(sizes)] = count
+            whole, remainder = divmod(count * length, tile)
+            cut = [tile] * whole + [remainder] * (remainder > 0)
+            if len(cut) > 1 and cut[-1] == 1:  # a tile has two tokens at least, so the one before keeps one
+                cut[-2:] = [tile + 1] if tile == 2 else [tile - 1, 2]
+            sizes += cut
+    return StateTiles(tuple(sizes), frozenset(begins - {0}), sharing)
 
 
 GROUP_PATCHES = 2048
@@ -481,4 +493,4 @@ def chunk_sizes(tokens: int, batch: int, chunk: int | str, documents: Sequence[i
     size = max(1024, CHUNK_TOKENS // max(1, batch)) if isinstance(chunk, str) else chunk
     if size > CHUNK_MULTIPLE:
         size = -(-size // CHUNK_MULTIPLE) * CHUNK_MULTIPLE
-    return state_tiles(tokens, batch, size, documents)
+    return state_tiles(tokens, batch, size, documents, together=False)

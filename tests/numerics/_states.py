@@ -83,12 +83,12 @@ def whole(module: nn.Module, x: Tensor, **words: Any) -> Tensor:
     return _first(tile_call.forward_of(module)(x, **words))
 
 
-def tiled(module: nn.Module, sizes: Sequence[int], x: Tensor, begins: Sequence[int] = (), **words: Any) -> Tensor:
-    """The same in tiles of these sizes."""
+def tiled(module: nn.Module, cuts: Sequence[int] | StateTiles, x: Tensor, **words: Any) -> Tensor:
+    """The same in these tiles, or in tiles of these sizes."""
     cache = cache_argument(module)
     assert cache is not None
     call = TileCall((x,), words, cache)
-    cuts = StateTiles(tuple(sizes), frozenset(begins))
+    cuts = cuts if isinstance(cuts, StateTiles) else StateTiles(tuple(cuts))
     return _first(in_tiles(module, call, call.tensors, cuts, lambda: dict(named_weights(module))))
 
 

@@ -109,8 +109,34 @@ def test_a_packed_document_begins_without_a_state(family: str, named: str) -> No
         def one_by_one(x: Tensor) -> Tensor:
             return torch.cat([whole(module, part, **words) for part in x.split(lengths, 1)], 1)
 
-        got = results(module, x, lambda x: tiled(module, cuts.sizes, x, [*cuts.begins], **words, **packed))
+        got = results(module, x, lambda x: tiled(module, cuts, x, **words, **packed))
         assert error(got, results(module, x, one_by_one)) < 1e-12
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("family", ONE_EACH)
+def test_short_documents_share_a_call(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TRL's collator makes a document of each token of padding: ``pad_to_multiple_of=64`` would be up to 63 calls."""
+    module, words = module_of(family, "whole", torch.float64)
+    lengths = (100, *[3] * 9, *[70] * 3, *[1] * 61)
+    starts = torch.tensor((0, *lengths)).cumsum(0).int()
+    calls, forward_of = [], tile_call.forward_of
+    monkeypatch.setattr(tile_call, "forward_of", lambda module: calls.append(module) or forward_of(module))
+
+    def one_by_one(x: Tensor) -> Tensor:
+        return torch.cat([whole(module, document, **words) for document in x.split(lengths, 1)], 1)
+
+    def in_tiles(x: Tensor) -> Tensor:
+        call = TileCall((x,), {**words, "cu_seq_lens_q": starts}, ("cache", 9))
+        cuts = state_tiles(call.tokens, call.batch, 2048, call.documents)
+        return tiled(module, cuts, x, cu_seq_lens_q=starts, **words)
+
+    with precision(torch.float64):
+        x = inputs(1, sum(lengths), torch.float64)
+        expected = results(module, x, one_by_one)
+        calls.clear()
+        assert error(results(module, x, in_tiles), expected) < 1e-12
+    assert len(calls) == 2 * 5  # forward and recompute; 61 sequences of 64 tokens, to which kernels pad, are two calls
 
 
 class _ReadByLayer:
@@ -182,19 +208,34 @@ def test_no_tile_that_is_handed_a_state_is_one_token() -> None:
                 assert ends == [sum(documents[:number]) for number in range(len(documents or (1,)))]
 
 
+@pytest.mark.parametrize("documents", [[1] * 61, [8] * 500, [300, 8, 8, 9, 9, 1, 1, 1, 700, 700, 64, 65, 65, 2049, 1]])
+def test_equal_short_documents_are_one_tile(documents: list[int]) -> None:
+    cuts = state_tiles(sum(documents), 1, 1024, documents)
+    assert max(cuts.sizes) <= 1024 and max(cuts.documents.values()) <= 1024 // 64
+    again: list[int] = []
+    for number, size in enumerate(cuts.sizes):
+        count = cuts.documents.get(number, 1)
+        if number and number not in cuts.begins:
+            assert count == 1
+            again[-1] += size
+        else:
+            again += [size // count] * count
+    assert again == documents and len(cuts.sizes) < len(documents)
+
+
 # ---- what the comparison must notice ----
 
 
 def not_handed_on(monkeypatch: pytest.MonkeyPatch) -> Sequence[int]:
     run = TileCall.run
-    monkeypatch.setattr(TileCall, "run", lambda self, module, tiles, state: run(self, module, tiles, ()))
+    monkeypatch.setattr(TileCall, "run", lambda self, module, tiles, state, **_: run(self, module, tiles, ()))
     return (20, 20)
 
 
 def gradient_dropped(monkeypatch: pytest.MonkeyPatch) -> Sequence[int]:
     run = TileCall.run
 
-    def detached(self: TileCall, module: nn.Module, tiles: Any, state: Any) -> Any:
+    def detached(self: TileCall, module: nn.Module, tiles: Any, state: Any, **_: Any) -> Any:
         return run(self, module, tiles, tuple(one.detach() for one in state))
 
     monkeypatch.setattr(TileCall, "run", detached)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from seqtile._compat import tree_flatten, tree_unflatten
+from seqtile._compat import tree_flatten, tree_map, tree_unflatten
 from seqtile._shallow import view_of
 from seqtile.blocks.instance import inside
 from seqtile.engines.flat import ParameterSwap, call_with_weights
@@ -116,11 +116,11 @@ class TileCall:
         """The states that a tile left, in the order in which they are passed on."""
         return [f"{name} state" + f" {number}" * bool(number) for name, number in self._keys]
 
-    def run(self, module: nn.Module, tiles: Sequence[Tensor], state: State) -> tuple[Any, State]:
+    def run(self, module: nn.Module, tiles: Sequence[Tensor], state: State, documents: int = 1) -> tuple[Any, State]:
         """``module`` on one tile that begins with ``state``; what it returns, and the state after it."""
         leaves = list(self._leaves)
         for number, tile in zip(self._cut, tiles, strict=True):
-            leaves[number] = tile
+            leaves[number] = tile if documents == 1 else tile.unflatten(1, (documents, -1)).squeeze(0)
         args, kwargs = tree_unflatten(leaves, self._spec)
         carried = CarriedState(dict(zip(self._keys, state, strict=False)))
         if self._cache_at is None:
@@ -128,6 +128,8 @@ class TileCall:
         else:
             args[self._cache_at] = carried
         result = forward_of(module)(*args, **kwargs)
+        if documents > 1:  # [documents, T, ...] to [1, documents * T, ...]
+            result = tree_map(lambda leaf: leaf.flatten(0, 1)[None] if isinstance(leaf, Tensor) else leaf, result)
         keys = sorted(carried.tensors)
         if self._keys and keys != self._keys:
             raise RuntimeError(f"it leaves the states {keys} after one tile and {self._keys} after another")
@@ -165,8 +167,8 @@ def in_tiles(
     """
     swap = ParameterSwap((module,))
 
-    def run(tiles: Sequence[Tensor], aliases: Mapping[str, Tensor], state: State, _: int) -> tuple[Any, State]:
-        call_tile = partial(call.run, module, state=state)
+    def run(tiles: Sequence[Tensor], aliases: Mapping[str, Tensor], state: State, number: int) -> tuple[Any, State]:
+        call_tile = partial(call.run, module, state=state, documents=cuts.documents.get(number, 1))
         with inside():
             if not aliases:
                 return call_tile(tiles)

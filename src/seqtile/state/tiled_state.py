@@ -80,7 +80,7 @@ class StateForward(Installed):
             return self.run_whole(call.why_whole, args, kwargs)
         cuts = state_tiles(call.tokens, call.batch, self.state.tile, call.documents)
         self.called = True
-        if len(cuts.sizes) == 1 and not reduces_as_they_arrive(module.parameters()):
+        if len(cuts.sizes) == 1 and not cuts.documents and not reduces_as_they_arrive(module.parameters()):
             return self.original(*args, **kwargs)
         self.check()
         if why := self.proofs.why_not(module, call.tensors[0]):
