@@ -70,13 +70,66 @@ def save_llava(directory: Path, chat_template: str | None = None) -> Path:
     return directory
 
 
-def save_picture(path: Path, seed: int) -> Path:
-    """Write a PNG of 28 x 28 random pixels."""
+PARTS_TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] }}: {% if m['content'] is string %}{{ m['content'] }}{% else %}"
+    "{% for p in m['content'] %}{% if p['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% elif p['type'] == 'video' %}<|vision_start|><|video_pad|><|vision_end|>{% else %}{{ p['text'] }}{% endif %}"
+    "{% endfor %}{% endif %}<end>{% endfor %}"
+)
+"""A chat template for texts, pictures and videos."""
+
+
+def save_qwen_vl(directory: Path) -> Path:
+    """Write a Qwen2.5-VL of two decoder layers over a tower of three, with a processor that needs Pillow alone."""
+    import transformers
+
+    from tiny_processor import TinyProcessor
+    from vision_zoo import FAMILIES, picture_model
+
+    save_tokenizer(directory)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
+    names = ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": names})
+    keys = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    family = FAMILIES["qwen2_5_vl"]
+    text = {**family["text_config"], "vocab_size": len(tokenizer), "eos_token_id": 0}
+    marks = dict(zip(keys, tokenizer.convert_tokens_to_ids(names), strict=True))
+    picture_model("qwen2_5_vl", text_config=text, **marks).save_pretrained(directory)
+    pictures = transformers.Qwen2VLImageProcessorPil(
+        patch_size=4, merge_size=2, temporal_patch_size=2, size={"shortest_edge": 64, "longest_edge": 4096}
+    )
+    TinyProcessor.register_for_auto_class()
+    TinyProcessor(pictures, tokenizer, chat_template=PARTS_TEMPLATE).save_pretrained(directory)
+    return directory
+
+
+def save_picture(path: Path, seed: int, height: int = 28, width: int = 28) -> Path:
+    """Write a PNG of random pixels."""
     import numpy
     from PIL import Image
 
-    Image.fromarray(numpy.random.default_rng(seed).integers(0, 256, (28, 28, 3), dtype=numpy.uint8)).save(path)
+    pixels = numpy.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=numpy.uint8)
+    Image.fromarray(pixels).save(path)
     return path
+
+
+def picture_rows(folder: Path, pictures: int = 20, videos: int = 5) -> list[dict[str, Any]]:
+    """Rows about a picture of unlike sizes, and about a video of four frames; files are in ``folder``."""
+    rows: list[dict[str, Any]] = []
+    for number in range(pictures):
+        save_picture(folder / f"{number}.png", number, 16 + 8 * (number % 3), 24)
+        rows.append(_about({"type": "image", "image": f"{number}.png"}, f"the cat {number}."))
+    for number in range(videos):
+        names = [f"video{number}-{frame}.png" for frame in range(4)]
+        for frame, name in enumerate(names):
+            save_picture(folder / name, 100 + 4 * number + frame, 16, 24)
+        rows.append(_about({"type": "video", "video": names}, f"the dog {number}."))
+    return rows
+
+
+def _about(part: dict[str, Any], answer: str) -> dict[str, Any]:
+    asked = {"role": "user", "content": [part, {"type": "text", "text": "what is it?"}]}
+    return {"messages": [asked, {"role": "assistant", "content": [{"type": "text", "text": answer}]}]}
 
 
 def load_weights(directory: Path) -> dict[str, Any]:

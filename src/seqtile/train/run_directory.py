@@ -483,6 +483,17 @@ def check_writable(output: Path, advice: str = "use another --output") -> None:
         raise UserError(f"cannot write to output {str(output)!r} ({error.strerror}{where}); {advice}") from None
 
 
+def saved_names(folder: Path) -> set[str]:
+    """Names of the weights of a whole model in a checkpoint; none of adapters or of an engine's shards."""
+    import safetensors
+
+    names = set[str]()
+    for path in folder.glob("model*.safetensors"):
+        with safetensors.safe_open(path, framework="pt") as file:
+            names |= {*file.keys()}
+    return names
+
+
 def nothing_saved(output: Path) -> bool:
     """Whether a run was begun in ``output`` and left nothing to go on from.
 

@@ -35,6 +35,7 @@ from seqtile.train.run_directory import (
     disk_error,
     newest_whole,
     rotate,
+    saved_names,
     set_aside,
     write_mark,
 )
@@ -329,10 +330,27 @@ class Trainer(SFTTrainer, _SplitLoss):
         # PEFT loads adapters as new parameters in fp32; with 4-bit weights TRL trains bf16 ones, with bf16 states.
         module = cast("torch.nn.Module", self.model)
         dtypes = {name: weight.dtype for name, weight in module.named_parameters() if weight.requires_grad}
+        if self._load_renamed(Path(resume_from_checkpoint)):
+            return
         super()._load_from_checkpoint(resume_from_checkpoint, model)
         for name, weight in module.named_parameters():
             if weight.dtype != (dtype := dtypes.get(name, weight.dtype)):
                 weight.data = weight.data.to(dtype)
+
+    def _load_renamed(self, folder: Path) -> bool:
+        """Load a whole model whose weights are saved under other names than it has; returns whether they are.
+
+        Transformers saves pictures' models and experts under the names of their first release, and its Trainer (5.24)
+        looks for the model's own names: it would go on from the weights of the start, and log nothing but a warning.
+        """
+        model: Any = causal_model(self.model)
+        if self.is_fsdp_enabled or self.is_deepspeed_enabled or not (names := saved_names(folder)):
+            return False
+        if names >= {*model.state_dict()} - {*(getattr(model, "all_tied_weights_keys", None) or ())}:
+            return False
+        loaded = type(model).from_pretrained(folder, config=copy.deepcopy(model.config), dtype=torch.float32)
+        model.load_state_dict(loaded.state_dict())
+        return True
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         step = self.state.global_step
