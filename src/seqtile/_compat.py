@@ -21,7 +21,7 @@ import platform
 import re
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -713,19 +713,40 @@ ONLINE_DPO_FORWARD = "_forward"
 """The method of TRL's online DPO trainer that turns logits into log-probabilities."""
 
 
+def training_template(tokenizer: Any, arguments: Any) -> str | None:
+    """The chat template by which TRL marks answers where that of a tokenizer or processor does not; else None."""
+    from trl.chat_template_utils import get_training_chat_template, has_generation_markers
+
+    if not arguments.assistant_only_loss or has_generation_markers(tokenizer.chat_template):
+        return None
+    return get_training_chat_template(tokenizer)  # type: ignore[no-any-return, unused-ignore]
+
+
+def tokens_of_media(processor: Any, sizes: Mapping[str, Any]) -> dict[str, list[int]] | None:
+    """Tokens of each picture and video by (frames,) height and width; None where the processor does not know."""
+    count = getattr(processor, "_get_num_multimodal_tokens", None)
+    if count is None:
+        return None
+    wanted = {f"{kind}_sizes": [size for size in sizes[kind] if size] for kind in ("image", "video")}
+    try:
+        counts = count(**{name: each for name, each in wanted.items() if each})
+    except (TypeError, AttributeError, NotImplementedError):
+        return None
+    return {kind: list(getattr(counts, f"num_{kind}_tokens", None) or []) for kind in ("image", "video")}
+
+
 def prepare_like_sft(rows: Any, tokenizer: Any, arguments: Any) -> Any:
     """``rows`` as TRL's ``SFTTrainer`` tokenises and masks them, whole; neither a trainer nor a model is made."""
     from trl import SFTTrainer  # type: ignore[attr-defined, unused-ignore]
-    from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 
-    columns, template = rows.column_names, None
-    if arguments.assistant_only_loss and not has_generation_markers(tokenizer.chat_template):
-        template = get_training_chat_template(tokenizer)
+    columns = rows.column_names
     completion_only = arguments.completion_only_loss
     if completion_only is None:
         completion_only = "prompt" in columns and "completion" in columns
     trainer: Any = types.SimpleNamespace(
-        _tokenizer=tokenizer, chat_template=template, completion_only_loss=completion_only
+        _tokenizer=tokenizer,
+        chat_template=training_template(tokenizer, arguments),
+        completion_only_loss=completion_only,
     )
     whole = copy.copy(arguments)
     whole.max_length, whole.shuffle_dataset, whole.dataset_num_proc = None, False, None

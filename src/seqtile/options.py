@@ -124,7 +124,8 @@ class TilingOptions:
         1, "Decoder layers that run on a chunk together", commands=("train", "plan"), metavar="N", least=1
     )
     vision: int | str | None = option(
-        None, "Frames or pictures per group of the vision tower, or auto (default whole)", commands=(), plan=False,
+        None, "Frames or pictures per group of the vision tower, or auto (default whole)", commands=("train",),
+        plan=False,
         file=int | Literal["auto"] | None,
     )  # fmt: skip
 
@@ -161,6 +162,9 @@ class TilingOptions:
             raise UserError(str(error).replace("tile=", "loss_tile=", 1)) from None
         for name in ("heads", "vision"):
             value = getattr(self, name)
+            if name == "vision" and isinstance(value, str) and value.isdecimal():  # a flag's
+                value = int(value)
+                object.__setattr__(self, name, value)
             if value not in (None, "auto") and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise UserError(f"got {name}={value!r}, expected 'auto', an int of at least 1, or None")
         for name in ("state", "chunk"):

@@ -11,8 +11,9 @@ import pytest
 import tiny_run
 from seqtile import UserError
 from seqtile.train.data import load_rows
+from seqtile.train.media import RowError
 from seqtile.train.read_data import check_rows
-from seqtile.train.row_formats import COUNTED, RowError, RowFormat, find_key_columns
+from seqtile.train.row_formats import COUNTED, RowFormat, find_key_columns
 
 ASK, ANSWER = {"role": "user", "content": "who?"}, {"role": "assistant", "content": "the cat."}
 SYSTEM = {"role": "system", "content": "be short."}

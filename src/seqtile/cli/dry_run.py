@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
 
 SHOWN_RUNS, SHOWN_CHARACTERS = 12, 600
 """Parts of a row, and characters of each, that are shown."""
+
+REPEATED = 4
+"""From so many times on, a token that follows itself is written once."""
 
 OPEN, CLOSE = "⟦", "⟧"
 
@@ -91,6 +95,8 @@ def _describe_rows(data: Data, name: str) -> str:
     from seqtile.train.data_summary import DataSummary
 
     row_set = data.sets[name]
+    if row_set.summary is not None:
+        return f"{row_set.source.dataset}: {row_set.summary}{row_set.row_format.advice}"
     lengths = [len(row.ids) for row in row_set.sample]
     limit = None if data.arguments.packing else data.arguments.max_length
     over = [] if limit is None else [length - limit for length in lengths if length > limit]
@@ -108,7 +114,7 @@ def marked(row: Tokens, tokenizer: Any) -> Text:
     text = Text()
     runs = row.runs()
     for counts, tokens in runs[:SHOWN_RUNS]:
-        run_text = tokenizer.decode(tokens)
+        run_text = _decode(tokens, tokenizer)
         if len(run_text) > SHOWN_CHARACTERS:
             half = SHOWN_CHARACTERS // 2
             run_text = f"{run_text[:half]} ... ({len(tokens):,} tokens) ... {run_text[-half:]}"
@@ -116,6 +122,19 @@ def marked(row: Tokens, tokenizer: Any) -> Text:
     if len(runs) > SHOWN_RUNS:
         text.append(f" ... ({sum(len(tokens) for _, tokens in runs[SHOWN_RUNS:]):,} tokens more)")
     return text
+
+
+def _decode(tokens: list[int], tokenizer: Any) -> str:
+    """Text of tokens; a token that many times follows itself, as those of a picture do, is written once."""
+    pieces, run = list[str](), list[int]()
+    for token, group in itertools.groupby(tokens):
+        count = len([*group])
+        if count < REPEATED:
+            run += [token] * count
+        else:
+            pieces += [tokenizer.decode(run), f"{tokenizer.decode([token])} x {count:,} "]
+            run = []
+    return "".join([*pieces, tokenizer.decode(run)])
 
 
 def _plan_or_reason(recipe: Recipe, nodes: int) -> Any:

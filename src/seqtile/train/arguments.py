@@ -101,7 +101,7 @@ def adapter_config(lora: LoraRecipe | None, model: nn.Module, frozen: Sequence[s
     Args:
         lora: of the recipe.
         model: without adapters.
-        frozen: modules that no row reaches; ``"all-linear"`` leaves them out.
+        frozen: modules that text does not reach; ``"all-linear"`` leaves them out.
     """
     if lora is None:
         return None

@@ -56,6 +56,12 @@ class Loaded(NamedTuple):
     documents: bool = False
     files: tuple[Path, ...] = ()
 
+    @property
+    def folder(self) -> str:
+        """Where relative paths in its rows begin."""
+        path = Path(self.dataset).expanduser()
+        return str(path if path.is_dir() else path.parent)
+
     def place(self, index: int) -> str:
         """The file and number of row ``index`` as far as they are known. Counts the rows of several files."""
         if self.documents:

@@ -25,9 +25,13 @@ class DataSummary:
         cut: rows that lost their end.
         cut_tokens: tokens that they lost.
         sequences: rows that the trainer sees: without those left out, and packed; None for a stream.
-        trained: tokens whose loss counts: neither masked nor the first of a sequence.
+        trained: tokens whose loss counts: neither masked nor the first of a sequence; None where it is not known
+            before the rows are trained on.
         left_out: rows that are not trained on, by reason.
         trains_prompts: whether prompts are among the tokens that train; None where rows have no prompts.
+        pictures: in all rows.
+        frames: of videos, in all rows.
+        visual: the fewest and the most tokens of a row that features of pictures and frames replace; None for text.
     """
 
     rows: int = 0
@@ -37,9 +41,12 @@ class DataSummary:
     cut: int = 0
     cut_tokens: int = 0
     sequences: int | None = None
-    trained: int = 0
+    trained: int | None = 0
     left_out: dict[str, int] = field(default_factory=dict)
     trains_prompts: bool | None = None
+    pictures: int = 0
+    frames: int = 0
+    visual: tuple[int, int] | None = None
 
     def __str__(self) -> str:
         parts = [f"{counted(self.rows, 'row')}, {counted(self.tokens, 'token')}, longest {self.longest:,}"]
@@ -47,9 +54,19 @@ class DataSummary:
             parts.append(
                 f"{self.cut:,} truncated to {self.max_length:,} tokens ({counted(self.cut_tokens, 'token')} lost)"
             )
+        if self.visual:
+            counts = [
+                counted(count, noun)
+                for count, noun in ((self.pictures, "picture"), (self.frames, "video frame"))
+                if count
+            ]
+            least, most = self.visual
+            per_row = f"{most:,}" if least == most else f"{least:,} to {most:,}"
+            parts.append(f"{' and '.join(counts)}, {per_row} visual tokens per row")
         sequences = "" if self.sequences in (None, self.rows) else f" in {counted(self.sequences or 0, 'sequence')}"
         prompts = {None: "", True: ", including prompts", False: ", prompts not among them"}[self.trains_prompts]
-        parts.append(f"{counted(self.trained, 'token')} in the loss{sequences}{prompts}")
+        if self.trained is not None:
+            parts.append(f"{counted(self.trained, 'token')} in the loss{sequences}{prompts}")
         if self.left_out:
             parts.append(
                 "left out: " + ", ".join(f"{count:,} where {reason}" for reason, count in self.left_out.items())

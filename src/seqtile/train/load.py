@@ -31,6 +31,7 @@ from seqtile.recognise.packed_experts import (
 from seqtile.rules import ModelFacts, check_combination
 from seqtile.train import demo
 from seqtile.train.check_early import existing_model
+from seqtile.train.media import check_media_packages
 from seqtile.train.recipe import DEMO, Recipe
 
 if TYPE_CHECKING:
@@ -47,8 +48,12 @@ OF_WEIGHTS = ("attn_implementation", "experts_implementation", "quantization_con
 """Arguments for the weights that a configuration has a field for, too; Transformers writes it itself."""
 
 
-def load_model(recipe: Recipe) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load_model(recipe: Recipe, *, pictures: bool = False) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load what ``recipe.model`` names; the configuration is checked before any weight is read.
+
+    Args:
+        recipe: of the run.
+        pictures: load the model for pictures, where the configuration is that of a language model too.
 
     Raises:
         UserError: not there, unreachable, needs code of its own, or too few positions for ``max_length``.
@@ -69,7 +74,7 @@ def load_model(recipe: Recipe) -> tuple[PreTrainedModel, PreTrainedTokenizerBase
     if recipe.sp_size > 1:  # Ulysses replaces one attention by name: the model must have been loaded with that one
         kwargs = {"attn_implementation": recipe.attn_implementation, **kwargs}
     kwargs = {"config": config, "dtype": weights_dtype(recipe), **_with_experts(kwargs, config, recipe)}
-    model = _load_weights(path, recipe, **kwargs)
+    model = _load_weights(path, recipe, pictures=pictures, **kwargs)
     if packed := packed_experts(model):
         logger.info("experts: %d weights are in 4 bits (bitsandbytes)", len(packed))
         if whole := whole_experts(model):
@@ -117,6 +122,26 @@ def tokenizer_of(recipe: Recipe) -> PreTrainedTokenizerBase:
     if tokenizer.eos_token is None:
         raise UserError(f"the tokenizer of {recipe.model!r} has no end-of-text token; set eos_token in its files")
     return tokenizer  # type: ignore[no-any-return]
+
+
+def processor_of(recipe: Recipe) -> Any:
+    """The model's processor of pictures and text; its tokenizer writes chats by the same template.
+
+    Raises:
+        UserError: the model has none, or a package is missing.
+    """
+    import transformers
+
+    check_media_packages()
+    processor = _load(
+        "processor", transformers.AutoProcessor, existing_model(recipe.model), recipe, **_hub_kwargs(recipe)
+    )
+    if not isinstance(processor, transformers.ProcessorMixin):
+        raise UserError(f"model {recipe.model!r} has no processor of pictures; add its preprocessor_config.json")
+    tokenizer = processor.tokenizer
+    processor.chat_template = processor.chat_template or tokenizer.chat_template
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    return processor
 
 
 def stop_tokens(recipe: Recipe, config: Any, tokenizer: Any) -> frozenset[int]:
@@ -301,8 +326,8 @@ def _configured(path: str, recipe: Recipe) -> tuple[Any, dict[str, Any]]:
     return config, {key: value for key, value in recipe.weights_kwargs.items() if key not in fields or key in unused}
 
 
-def auto_class(config: Any, recipe: Recipe) -> Any:
-    """The class of Transformers that loads the model: a causal language model, or one for pictures to train on text.
+def auto_class(config: Any, recipe: Recipe, *, pictures: bool = False) -> Any:
+    """The class of Transformers that loads the model: a causal language model, or one for pictures.
 
     Raises:
         UserError: it is neither.
@@ -311,6 +336,8 @@ def auto_class(config: Any, recipe: Recipe) -> Any:
 
     refuse_encoder(config, recipe.model)
     code = getattr(config, "auto_map", None) or {}
+    if pictures and type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return transformers.AutoModelForImageTextToText
     if type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in code:
         return transformers.AutoModelForCausalLM
     if type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and not config.is_encoder_decoder:
@@ -338,22 +365,18 @@ def why_attention_is_missing(recipe: Recipe) -> str:
     return ""
 
 
-def freeze_unread(model: Any) -> list[str]:
-    """Freeze what text never reaches in a model for pictures or sound; names of modules.
-
-    Without a gradient they train nothing, DDP waits for them, and engines keep optimizer states for them.
-    """
+def find_unread(model: Any) -> list[str]:
+    """Names of modules that text never reaches in a model for pictures or sound."""
     if not towers_of(model.config):
         return []
     read = {model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings()}
     used = {weight for module in read for weight in module.parameters()}
-    frozen: list[str] = []
+    unread: list[str] = []
     for name, module in model.named_modules():
         weights = set(module.parameters())
-        if weights and used.isdisjoint(weights) and not any(name.startswith(f"{tower}.") for tower in frozen):
-            module.requires_grad_(False)
-            frozen.append(name)
-    return frozen
+        if weights and used.isdisjoint(weights) and not any(name.startswith(f"{tower}.") for tower in unread):
+            unread.append(name)
+    return unread
 
 
 def check_split(recipe: Recipe) -> None:
@@ -437,7 +460,7 @@ def _load(what: str, loader: Any, path: str, recipe: Recipe, **kwargs: Any) -> A
         ) from None
 
 
-def _load_weights(path: str, recipe: Recipe, **kwargs: Any) -> PreTrainedModel:
+def _load_weights(path: str, recipe: Recipe, *, pictures: bool = False, **kwargs: Any) -> PreTrainedModel:
     """The model, with every weight of its configuration; Transformers would train random ones for missing ones."""
     from transformers.utils import logging
 
@@ -445,7 +468,8 @@ def _load_weights(path: str, recipe: Recipe, **kwargs: Any) -> PreTrainedModel:
     logging.set_verbosity_error()  # of which its table would say the same
     try:
         loading = {"output_loading_info": True, "ignore_mismatched_sizes": True, **kwargs}
-        model, info = _load("weights", auto_class(kwargs["config"], recipe), path, recipe, **loading)
+        model_class = auto_class(kwargs["config"], recipe, pictures=pictures)
+        model, info = _load("weights", model_class, path, recipe, **loading)
     finally:
         logging.set_verbosity(level)
     mismatched, missing, unused = (sorted(info[f"{kind}_keys"]) for kind in ("mismatched", "missing", "unexpected"))

@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from seqtile import __version__
 from seqtile._errors import UserError
 from seqtile._log import first_rank_logger
+from seqtile.models.configs import towers_of
 from seqtile.train import demo
 from seqtile.train.arguments import trainer_arguments
 from seqtile.train.data import SAMPLE_OF_A_FILE, Loaded, load_rows, processes_for
-from seqtile.train.load import load_config, stop_tokens, tokenizer_of
+from seqtile.train.load import load_config, processor_of, stop_tokens, tokenizer_of
+from seqtile.train.media import RowError, without_decoding
 from seqtile.train.recipe import DEMO, Recipe
 from seqtile.train.rendered_rows import RowSet, check_rendered, takes_json_arguments, trained_tokenizer
-from seqtile.train.row_formats import MEDIA, RowError, RowFormat, find_key_columns
+from seqtile.train.row_formats import MEDIA, RowFormat, find_key_columns
 from seqtile.train.stream import Stream
 from seqtile.train.trainer_fields import trainer_values
 
@@ -34,11 +36,13 @@ class Data(NamedTuple):
         arguments: the trainer's.
         sets: ``"train"``, and ``"eval"`` if there is an evaluation.
         stream: where the training rows are from, if they are read while they are trained on.
+        processor: the model's, if any row has a picture or a video.
     """
 
     arguments: SFTConfig
     sets: dict[str, RowSet]
     stream: Stream | None
+    processor: Any = None
 
 
 def read_data(recipe: Recipe, output: Path, stage: Callable[[str], None]) -> Data:
@@ -55,6 +59,7 @@ def read_data(recipe: Recipe, output: Path, stage: Callable[[str], None]) -> Dat
     trainer_values(recipe)  # these two checks need no data
     config = load_config(recipe)
     tokenizer = trained_tokenizer(tokenizer_of(recipe), recipe.trainer)
+    takes_pictures = "vision" in towers_of(config)
     stops = stop_tokens(recipe, config, tokenizer)
     settings = {
         "text_field": recipe.trainer.get("dataset_text_field", "text"),
@@ -77,6 +82,7 @@ def read_data(recipe: Recipe, output: Path, stage: Callable[[str], None]) -> Dat
                 dataset, key=key, split=split, config=config_name, text_field=settings["text_field"],
                 streaming=streaming,
             )  # fmt: skip
+    check_settings = {**settings, "media": takes_pictures}
     row_count = 0 if recipe.streaming else len(loaded["train"].rows)
     arguments = trainer_arguments(recipe, output, documents=loaded["train"].documents, rows=row_count)
     stream: Stream | None = None
@@ -90,10 +96,47 @@ def read_data(recipe: Recipe, output: Path, stage: Callable[[str], None]) -> Dat
             stream = Stream(source, **settings)
             row_set = RowSet(source, stream.rows(), stream.row_format, stream.sample(), range(SAMPLE_OF_A_FILE))
         else:
-            row_set = check_rows(source, **settings)
-        row_set.sample = check_rendered(row_set, tokenizer, arguments, stops)
+            row_set = check_rows(source, **check_settings)
         sets[name] = row_set
-    return Data(arguments, sets, stream)
+    processor = None
+    if any(row_set.media for row_set in sets.values()):
+        stage(f"counting the tokens of {recipe.dataset}")
+        processor = trained_tokenizer(processor_of(recipe), recipe.trainer)
+        refuse_beside_pictures(recipe, sets, arguments)
+        arguments.remove_unused_columns = False  # TRL (1.16) keeps no column of videos
+    for row_set in sets.values():
+        if processor is None:
+            row_set.drop_media()
+            row_set.sample = check_rendered(row_set, tokenizer, arguments, stops)
+            continue
+        from seqtile.train.picture_batches import count_tokens, picture_collator
+
+        collator = picture_collator(processor, arguments, config, pair=row_set.row_format.is_pair, whole=True)
+        row_set.sample = check_rendered(row_set, processor.tokenizer, arguments, stops, collator)
+        row_set.summary = count_tokens(row_set, collator, arguments.max_length, skip=recipe.skip_bad_rows)
+    return Data(arguments, sets, stream, processor)
+
+
+def refuse_beside_pictures(recipe: Recipe, sets: Mapping[str, RowSet], arguments: SFTConfig) -> None:
+    """Refuse settings under which rows with pictures would lose them, or ranks would wait for each other.
+
+    Raises:
+        UserError: with what to change.
+    """
+    if arguments.packing or arguments.padding_free:
+        raise UserError("packed rows would lose their pictures; drop packing")
+    if recipe.streaming:
+        raise UserError("rows with pictures cannot be streamed, but their files are read as they train; drop streaming")
+    if recipe.split > 1:
+        raise UserError("rows with pictures cannot be split over processes; drop sp_size and cp_size")
+    if recipe.engine == "zero3" or (recipe.engine == "fsdp2" and recipe.lora is None):
+        for row_set in sets.values():
+            if len(row_set.media) > 1:
+                raise UserError(
+                    f"dataset {row_set.source.dataset!r} has rows with pictures and rows without, or with videos, so "
+                    f"the vision tower would not run as often on every rank, which engine {recipe.engine!r} waits for; "
+                    "use --engine ddp or zero2, or rows of one kind"
+                )
 
 
 def check_rows(source: Loaded, *, text_field: str = "text", skip: bool = False, **settings: Any) -> RowSet:
@@ -111,9 +154,12 @@ def check_rows(source: Loaded, *, text_field: str = "text", skip: bool = False, 
     from datasets import Features, Value
 
     rows, dataset = source.rows, source.dataset
-    _refuse_media(rows, dataset)
     key_columns = find_key_columns(rows.column_names, dataset, text_field)
-    row_format = RowFormat(key_columns, tuple(rows.column_names), **settings)
+    row_format = RowFormat(key_columns, tuple(rows.column_names), folder=source.folder, **settings)
+    if row_format.takes_media:
+        rows = rows.cast(without_decoding(rows.features))
+    else:
+        _refuse_media(rows, dataset)
     unused = [name for name in rows.column_names if name not in row_format.used]
     if unused:
         logger.info("dataset %s: unused columns: %s", dataset, ", ".join(unused))
@@ -122,6 +168,7 @@ def check_rows(source: Loaded, *, text_field: str = "text", skip: bool = False, 
         _read_rows, batched=True, remove_columns=list(row_format.used), num_proc=processes_for(len(rows)),
         features=Features({**row_format.features(text_pairs=text_pairs), "problem": Value("string")}),
         fn_kwargs={"row_format": row_format, "version": __version__}, desc="Checking rows",
+        load_from_cache_file=None if not row_format.takes_media else False,  # files may have gone since
     )  # fmt: skip
     problems = results["problem"][:]
     results = results.remove_columns("problem")
@@ -164,6 +211,6 @@ def _refuse_media(rows: Dataset, dataset: str) -> None:
             column = lengths.filter(compute.greater(lengths, 0))
         if column.null_count < len(column):
             raise UserError(
-                f"dataset {dataset!r} has a column {name!r} that is not empty, but seqtile train supports text "
-                "only; drop the column, or train on images with TRL's SFTTrainer and seqtile.apply"
+                f"dataset {dataset!r} has a column {name!r} that is not empty, but this model, or this kind of rows, "
+                "takes text only; drop the column, or use a model for pictures and rows of 'messages'"
             )

@@ -19,12 +19,14 @@ from seqtile._compat import prepare_like_sft
 from seqtile._errors import UserError, in_its_words, is_ours
 from seqtile._log import first_rank_logger
 from seqtile.ops.lm_loss.kept_tokens import IGNORED
-from seqtile.train.row_formats import ASKING_ROLES, COUNTED, RowFormat, with_json_arguments
+from seqtile.train.media import MEDIA_COLUMNS
+from seqtile.train.row_formats import ASKING_ROLES, COUNTED, RowFormat, texts_of, with_json_arguments
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
     from seqtile.train.data import Loaded
+    from seqtile.train.data_summary import DataSummary
 
 logger = first_rank_logger(__name__)
 
@@ -62,6 +64,7 @@ class RowSet:
         left_out: how many rows were left out, by what is wrong with them.
         numbers: of each row of ``rows`` in the source; None where they are the same.
         sample: ``sample_rows`` as they will be trained.
+        summary: of rows with pictures, whose tokens are counted beforehand.
     """
 
     source: Loaded
@@ -72,9 +75,26 @@ class RowSet:
     left_out: dict[str, int] = field(default_factory=dict)
     numbers: Sequence[int] | None = None
     sample: list[Tokens] = field(default_factory=list)
+    summary: DataSummary | None = None
+
+    @property
+    def media(self) -> set[tuple[bool, bool]]:
+        """Whether rows have pictures, and videos: as many kinds as there are; empty if none has any."""
+        if not self.row_format.takes_media:
+            return set()
+        kinds = {(bool(sizes["image"]), bool(sizes["video"])) for sizes in self.rows["sizes"][:]}
+        return set() if kinds == {(False, False)} else kinds
+
+    def drop_media(self) -> None:
+        """No row has any: the rows are text."""
+        if self.row_format.takes_media:
+            self.rows = self.rows.remove_columns(MEDIA_COLUMNS)
+            self.sample_rows = self.sample_rows.remove_columns(MEDIA_COLUMNS)
 
 
-def check_rendered(row_set: RowSet, tokenizer: Any, arguments: Any, stops: Set[int] = frozenset()) -> list[Tokens]:
+def check_rendered(
+    row_set: RowSet, tokenizer: Any, arguments: Any, stops: Set[int] = frozenset(), collator: Any = None
+) -> list[Tokens]:
     """Refuse rows of which something would not be trained, or would not count as they say; report what is changed.
 
     Args:
@@ -82,6 +102,7 @@ def check_rendered(row_set: RowSet, tokenizer: Any, arguments: Any, stops: Set[i
         tokenizer: of :func:`trained_tokenizer`.
         arguments: the trainer's (``SFTConfig``).
         stops: ids of the tokens at which the trained model stops generating.
+        collator: of rows with pictures, which makes batches of them.
 
     Returns:
         The sample as it will be trained, whole.
@@ -105,7 +126,13 @@ def check_rendered(row_set: RowSet, tokenizer: Any, arguments: Any, stops: Set[i
             "or for chat use 'trainer: {assistant_only_loss: true}'"
         )
     try:
-        prepared = mask_messages(prepare_like_sft(rows, tokenizer, arguments))
+        if collator is None:
+            prepared = mask_messages(prepare_like_sft(rows, tokenizer, arguments))
+            prepared = prepared.select_columns(["input_ids", "labels"])
+            sample = [Tokens(row["input_ids"], row["labels"]) for row in prepared]
+        else:
+            batches = [collator([row]) for row in rows]
+            sample = [Tokens(batch["input_ids"][0].tolist(), batch["labels"][0].tolist()) for batch in batches]
     except Exception as error:
         if isinstance(error, UserError) or is_ours(error):
             raise
@@ -113,7 +140,6 @@ def check_rendered(row_set: RowSet, tokenizer: Any, arguments: Any, stops: Set[i
             f"dataset {dataset!r} cannot be rendered and tokenized: {in_its_words(error)}; fix the rows, or set "
             "another chat template with 'trainer: {chat_template_path: FILE.jinja}'"
         ) from error
-    sample = [Tokens(row["input_ids"], row["labels"]) for row in prepared.select_columns(["input_ids", "labels"])]
     notes: dict[str, list[int]] = {}
     for number, (row, tokens) in enumerate(zip(rows, sample, strict=True)):
         try:
@@ -259,9 +285,9 @@ def _compare_chat(row: Mapping[str, Any], row_format: RowFormat, tokens: Tokens,
     first_answer = 0 if row_format.is_chat else len(row["prompt"])
     for number, message in enumerate(messages):
         counts = message["role"] == "assistant" and number >= first_answer and next(answers, True)
-        if not _contains(text, message["content"], tokenizer):
+        if not all(_contains(text, piece, tokenizer) for piece in texts_of(message)):
             notes.append(f"the chat template changes or shortens messages of {message['role']!r}")
-        elif counts and not _contains(counted_text, message["content"], tokenizer):
+        elif counts and not all(_contains(counted_text, piece, tokenizer) for piece in texts_of(message)):
             raise ValueError(
                 "an assistant message is not in the loss; mark it in the chat template with {% generation %}, or "
                 "drop assistant_only_loss"
@@ -308,9 +334,15 @@ def _find_left_out(messages: list[dict[str, Any]], row: Mapping[str, Any], token
     tools = json.loads(row["tools"]) if row.get("tools") else []
     required, optional = dict[str, str](), dict[str, str]()
     for number, message in enumerate(marked):
-        if message["content"].strip():
+        has_parts = isinstance(message["content"], list)
+        if not has_parts and message["content"].strip():
             message["content"] = f"seqtile-mark-{number}-"
             required[message["content"]] = f"messages of {message['role']!r}"
+        pieces = [part for part in message["content"] if part["type"] == "text"] if has_parts else []
+        for index, part in enumerate(pieces):
+            if part["text"].strip():
+                part["text"] = f"seqtile-mark-{number}-{index}-"
+                required[part["text"]] = f"messages of {message['role']!r}"
         for key in REASONING_KEYS:
             if message.get(key):
                 message[key] = f"seqtile-{key}-{number}-"

@@ -16,6 +16,15 @@ from typing import TYPE_CHECKING, Any
 
 from seqtile._errors import UserError
 from seqtile.ops.lm_loss.kept_tokens import IGNORED
+from seqtile.train.media import (
+    MEDIA_COLUMNS,
+    PART_COLUMNS,
+    SOURCE_COLUMNS,
+    RowError,
+    media_features,
+    media_part,
+    place_media,
+)
 
 if TYPE_CHECKING:
     from datasets import Features
@@ -45,10 +54,6 @@ COUNTED = "counted_messages"
 """Our column: for each message of an assistant, whether it counts in the loss."""
 
 
-class RowError(ValueError):
-    """What is wrong with a row, to follow its location in a message."""
-
-
 @dataclass(frozen=True)
 class RowFormat:
     """How the rows of one data set are read.
@@ -59,6 +64,8 @@ class RowFormat:
         assistant_only: whether messages of assistants alone count in the loss.
         completion_only: TRL's setting; None is its default.
         json_arguments: whether the chat template adds arguments of tool calls up as text; others write objects as JSON.
+        media: whether the model takes pictures, so that chats and pairs of messages may have some.
+        folder: where relative paths of pictures and videos begin.
     """
 
     key_columns: tuple[str, ...]
@@ -66,6 +73,8 @@ class RowFormat:
     assistant_only: bool = False
     completion_only: bool | None = None
     json_arguments: bool = False
+    media: bool = False
+    folder: str = ""
 
     @property
     def is_chat(self) -> bool:
@@ -100,9 +109,15 @@ class RowFormat:
             has_labels = any(name in self.columns for name in ("labels", *LOSS_MASKS))
             return ("input_ids", "labels") if has_labels else self.key_columns
         options = tuple(name for name in ("tools", "chat_template_kwargs") if name in self.columns)
+        media = MEDIA_COLUMNS if self.takes_media else ()
         if self.is_chat:
-            return ("messages", *options, *([COUNTED] if self.assistant_only else []))
-        return ("prompt", "completion", *options) if self.is_pair else self.key_columns
+            return ("messages", *options, *([COUNTED] if self.assistant_only else []), *media)
+        return ("prompt", "completion", *options, *media) if self.is_pair else self.key_columns
+
+    @property
+    def takes_media(self) -> bool:
+        """Whether a row may have pictures and videos."""
+        return self.media and (self.is_chat or self.is_pair)
 
     @property
     def used(self) -> tuple[str, ...]:
@@ -113,6 +128,7 @@ class RowFormat:
         elif self.is_chat or self.is_pair:
             names += ["tools", "chat_template_kwargs", "system", "system_prompt"]
             names += ["input", "context", "history"] if self.key_columns in ANSWERED else []
+            names += SOURCE_COLUMNS if self.takes_media else []
         return tuple(name for name in self.columns if name in names)
 
     def features(self, *, text_pairs: bool) -> Features:
@@ -123,7 +139,7 @@ class RowFormat:
         messages = text if text_pairs and self.key_columns == ("prompt", "completion") else List(Json())
         types = {
             "messages": messages, "prompt": messages, "completion": messages, "chat_template_kwargs": Json(),
-            "input_ids": ids, "labels": ids, COUNTED: List(Value("int8")),
+            "input_ids": ids, "labels": ids, COUNTED: List(Value("int8")), **media_features(),
         }  # fmt: skip
         return Features({name: types.get(name, text) for name in self.outputs})
 
@@ -139,30 +155,54 @@ class RowFormat:
         if self.key_columns == ("input_ids",):
             return read_ids(row, completion_only=self.completion_only)
         for name in MEDIA:
-            if row.get(name):
+            if row.get(name) and not (self.takes_media and name in SOURCE_COLUMNS):
                 raise RowError(f"{name!r} is not empty, but only text is supported")
         if self.is_chat:
             result = self._read_chat(row)
         elif self.key_columns in ANSWERED:
             result = _read_answered(row, *self.key_columns)
         elif self.is_pair:
-            result = _read_pair(row, masks_prompt=self.completion_only is not False)
+            result = _read_pair(row, masks_prompt=self.completion_only is not False, media=self.media)
             if self.json_arguments and isinstance(result["prompt"], list):
                 result = {name: with_json_arguments(messages) for name, messages in result.items()}
         else:
             return {self.key_columns[0]: _text(row, self.key_columns[0])}
+        if self.takes_media:
+            result = self._with_media(row, result)
         tools = row.get("tools")
         tools = _parsed(tools) if isinstance(tools, str) and tools else tools
         if isinstance(tools, str) and tools:
             raise RowError("'tools' is not valid JSON, expected a list of functions")
+        if tools and (result.get("images") or result.get("videos")):
+            raise RowError("'tools' are not rendered beside pictures; write them into the system message")
         if tools:  # TRL reads JSON; templates would announce an empty list
             result["tools"] = json.dumps(_without_nulls(tools), ensure_ascii=False)
         if "chat_template_kwargs" in self.columns:  # TRL unpacks it in every row
             result["chat_template_kwargs"] = _without_nulls(row["chat_template_kwargs"] or {})
         return result
 
+    def _with_media(self, row: Mapping[str, Any], result: dict[str, Any]) -> dict[str, Any]:
+        """A row with its pictures and videos; they belong to the messages, or to the prompt."""
+        columns = dict[str, Any]()
+        for name, column in SOURCE_COLUMNS.items():
+            if row.get(name):
+                columns[column] = row[name] if name == column else [row[name]]
+        asking = "messages" if self.is_chat else "prompt"
+        if isinstance(result[asking], str):
+            if columns:
+                raise RowError(f"{[*columns][0]!r} need 'messages', or 'prompt' and 'completion' of messages")
+            return {**result, "images": [], "videos": [], "sizes": {"image": [], "video": []}}
+        if any(isinstance(message["content"], list) for message in result.get("completion", ())):
+            raise RowError("'completion' has a picture or a video; put it into 'prompt'")
+        result[asking], media = place_media(result[asking], columns, self.folder)
+        if media["videos"] and not self.is_chat:
+            raise RowError("a pair of prompt and completion has a video; write the row as 'messages'")
+        if COUNTED in result and (media["images"] or media["videos"]):
+            raise RowError("a message is masked from the loss, which rows with pictures do not support")
+        return {**result, **media}
+
     def _read_chat(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        messages = read_messages(row, self.key_columns[0])
+        messages = read_messages(row, self.key_columns[0], media=self.media)
         if {message["role"] for message in messages} <= ASKING_ROLES:
             raise RowError(f"{self.key_columns[0]!r} has a prompt only, without an assistant message")
         messages = _with_system(messages, row)
@@ -192,21 +232,29 @@ def find_key_columns(columns: Sequence[str], dataset: str, text_field: str) -> t
     )
 
 
-def read_messages(row: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
-    """Messages with role and content, as chat templates take them.
+def read_messages(row: Mapping[str, Any], name: str, *, media: bool = False) -> list[dict[str, Any]]:
+    """Messages with role and content, as chat templates take them; ``media``: parts may be pictures and videos.
 
     Raises:
         RowError: no messages, or one that no chat template renders as it is meant.
     """
     if not isinstance(row[name], list):
         raise RowError(f"{name!r} is {type(row[name]).__name__}, expected a list of messages with role and content")
-    messages = [_read_message(message, name) for message in row[name]]
-    if not any(message["content"].strip() or message.get("tool_calls") for message in messages):
+    messages = [_read_message(message, name, media) for message in row[name]]
+    if not any(text.strip() for message in messages for text in texts_of(message)) and not any(
+        message.get("tool_calls") for message in messages
+    ):
         raise RowError(f"{name!r} holds no text")
     return messages
 
 
-def _read_message(message: Any, name: str) -> dict[str, Any]:
+def texts_of(message: Mapping[str, Any]) -> list[str]:
+    """The texts of a message of :func:`read_messages`: one, or several between pictures."""
+    content = message["content"]
+    return [content] if isinstance(content, str) else [part["text"] for part in content if part["type"] == "text"]
+
+
+def _read_message(message: Any, name: str, media: bool) -> dict[str, Any]:
     # Arrow fills missing keys with nulls, and templates test whether a key is defined.
     fields = {key: value for key, value in message.items() if value is not None} if isinstance(message, dict) else {}
     role, content = fields.pop("from", None), fields.pop("value", None)
@@ -219,6 +267,15 @@ def _read_message(message: Any, name: str) -> dict[str, Any]:
     if not isinstance(role, str) or content is None:
         raise RowError(f"{name!r} has a message without role or content")
     if isinstance(content, list):  # OpenAI's blocks, of which many templates write the Python list
+        kinds = {block.get("type") for block in content if isinstance(block, Mapping)} if media else set()
+        if kinds & PART_COLUMNS.keys():
+            content = [
+                media_part(block, name)
+                if isinstance(block, Mapping) and block.get("type") in PART_COLUMNS
+                else {"type": "text", "text": _read_block(block, name)}
+                for block in content
+            ]
+            return {"role": ROLES.get(role, role), "content": content, **fields}
         content = "".join(_read_block(block, name) for block in content)
     if not isinstance(content, str):
         raise RowError(f"{name!r} has a message with content of type {type(content).__name__}, expected text")
@@ -269,7 +326,7 @@ def _with_system(messages: list[dict[str, Any]], row: Mapping[str, Any]) -> list
         return messages
     if messages[0]["role"] not in ("system", "developer"):
         return [{"role": "system", "content": system}, *messages]
-    if messages[0]["content"].strip() != system.strip():
+    if "".join(texts_of(messages[0])).strip() != system.strip():
         raise RowError("'system' and the first message are both system prompts")
     return messages
 
@@ -290,10 +347,10 @@ def _counted_messages(messages: Sequence[Mapping[str, Any]], *, assistant_only: 
     return counted
 
 
-def _read_pair(row: Mapping[str, Any], *, masks_prompt: bool) -> dict[str, Any]:
+def _read_pair(row: Mapping[str, Any], *, masks_prompt: bool, media: bool = False) -> dict[str, Any]:
     if isinstance(row["prompt"], str):
         return {"prompt": row["prompt"], "completion": _text(row, "completion")}
-    pair = {name: read_messages(row, name) for name in ("prompt", "completion")}
+    pair = {name: read_messages(row, name, media=media) for name in ("prompt", "completion")}
     for message in pair["completion"] if masks_prompt else [*pair["prompt"], *pair["completion"]]:
         if any(not message.get(key, 1) for key in LOSS_KEYS):
             raise RowError("a trained message is masked from the loss; write the row as 'messages'")

@@ -247,7 +247,7 @@ def _build(recipe: Recipe, output: Path, start: Path | None, display: Display) -
     from seqtile.train.load import (
         check_checkpoints,
         check_split,
-        freeze_unread,
+        find_unread,
         load_model,
         repair_generation,
         result_dtype,
@@ -265,12 +265,15 @@ def _build(recipe: Recipe, output: Path, start: Path | None, display: Display) -
     agree(recipe, data, start)
     arguments, sets, stream = data.arguments, data.sets, data.stream
     display.stage(f"loading the weights of {recipe.model}")
-    model, tokenizer = load_model(recipe)
+    model, tokenizer = load_model(recipe, pictures=data.processor is not None)
     if recipe.lora is None and (repaired := repair_generation(model, recipe.model)):
         logger.warning(repaired)
-    frozen = freeze_unread(model)
-    if frozen:
-        logger.warning("frozen, because no text reaches them: %s", ", ".join(frozen))
+    unread = find_unread(model)
+    if unread and data.processor is None:
+        # Without a gradient they train nothing, DDP waits for them, and engines keep optimizer states for them.
+        for name in unread:
+            model.get_submodule(name).requires_grad_(False)
+        logger.warning("frozen, because no text reaches them: %s", ", ".join(unread))
     check_packing(model, arguments)
     check_checkpoints(model, arguments)
     display.stage("tiling")
@@ -280,8 +283,11 @@ def _build(recipe: Recipe, output: Path, start: Path | None, display: Display) -
     if recipe.loss_tile:
         find_causal_lms(model)  # before the trainer is built, which takes longer
     prepare_on_cpu(recipe)
-    display.stage(f"reading {recipe.dataset}" if stream else f"tokenizing {counted(len(sets['train'].rows), 'row')}")
-    trainer = _trainer(model, data, tokenizer, adapter_config(recipe.lora, model, frozen))
+    if stream or data.processor is not None:
+        display.stage(f"reading {recipe.dataset}")
+    else:
+        display.stage(f"tokenizing {counted(len(sets['train'].rows), 'row')}")
+    trainer = _trainer(model, data, data.processor or tokenizer, adapter_config(recipe.lora, model, unread))
     trainer.result_dtype = result_dtype(recipe)
     if stream is not None:
         logger.info("data: streaming, in the dataset's order%s", sets["train"].row_format.advice)
@@ -295,6 +301,10 @@ def _build(recipe: Recipe, output: Path, start: Path | None, display: Display) -
         if recipe.lora.start is not None and start is None:
             load_adapters(trainer.model, recipe.lora)
         logger.info(describe_adapters(trainer.model))
+        if unread and data.processor is not None and recipe.lora.target_modules == "all-linear":
+            logger.info(
+                "no adapters on what text does not reach: %s; lora.target_modules names others", ", ".join(unread)
+            )
     if recipe.loss_tile:
         tile_head(causal_model(trainer.model), recipe.loss_tile)
     return trainer, tiling

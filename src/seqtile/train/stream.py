@@ -10,8 +10,9 @@ from seqtile._log import first_rank_logger
 from seqtile.ops.lm_loss.kept_tokens import IGNORED
 from seqtile.train.data import SAMPLE_OF_A_FILE, Loaded, find_broken_line, reason_of
 from seqtile.train.data_summary import DataSummary
+from seqtile.train.media import RowError
 from seqtile.train.rendered_rows import no_embedding
-from seqtile.train.row_formats import RowError, RowFormat, find_key_columns
+from seqtile.train.row_formats import RowFormat, find_key_columns
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -76,7 +77,7 @@ class Stream:
             )
         kept = self.summary.add_row(length)
         labels = row["labels"][-kept:] if keep_end else row["labels"][:kept]
-        self.summary.trained += sum(label != IGNORED for label in labels[1:])
+        self.summary.trained = (self.summary.trained or 0) + sum(label != IGNORED for label in labels[1:])
         if kept < length and self.summary.cut == 1:
             logger.warning("a row of %s tokens is truncated to max_length %s; the last line counts such rows",
                            f"{length:,}", f"{kept:,}")  # fmt: skip

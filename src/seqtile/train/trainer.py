@@ -109,6 +109,12 @@ class Trainer(SFTTrainer, _SplitLoss):
         checkpoint_settings = checkpoint_settings or rows.arguments.gradient_checkpointing_kwargs or {}
         evaluated = rows.sets["eval"].rows if "eval" in rows.sets else None
         super().__init__(args=rows.arguments, train_dataset=rows.sets["train"].rows, eval_dataset=evaluated, **kwargs)
+        if rows.processor is not None:
+            from seqtile.train.picture_batches import picture_collator
+
+            pair, config = rows.sets["train"].row_format.is_pair, kwargs["model"].config
+            self.data_collator = picture_collator(rows.processor, self.args, config, pair=pair, whole=False)
+            self.data = {name: row_set.summary for name, row_set in rows.sets.items() if row_set.summary is not None}
         if "use_reentrant" not in checkpoint_settings:  # TRL forces it for adapters under ZeRO-3
             self.args.gradient_checkpointing_kwargs = {**checkpoint_settings, "use_reentrant": False}
             self.args.activation_checkpointing_kwargs = self.args.gradient_checkpointing_kwargs

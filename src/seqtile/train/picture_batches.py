@@ -1,0 +1,214 @@
+"""Batches of rows with pictures and videos, by TRL's collator, and how many tokens each row takes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
+
+from seqtile._compat import tokens_of_media, training_template
+from seqtile._errors import UserError
+from seqtile._sentences import counted
+from seqtile.ops.lm_loss.kept_tokens import IGNORED
+from seqtile.train.data import processes_for
+from seqtile.train.data_summary import DataSummary
+from seqtile.train.media import open_picture
+
+if TYPE_CHECKING:
+    from seqtile.train.rendered_rows import RowSet
+
+VISUAL = ("image_token_id", "video_token_id", "image_token_index", "video_token_index")
+"""Fields of a configuration with the ids of the tokens that features replace."""
+
+
+@dataclass
+class PictureCollator(DataCollatorForVisionLanguageModeling):
+    """TRL's collator for the rows of :mod:`seqtile.train.media`.
+
+    Files are opened here, also those of videos, which TRL (1.16) has no column for. The labels of tokens that features
+    replace are -100: TRL would have the model predict them, and divide the loss by their number too.
+
+    Attributes:
+        visual: ids of these tokens.
+    """
+
+    visual: tuple[int, ...] = ()
+
+    def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
+        batch: dict[str, Any] = super().torch_call([_opened(example) for example in examples])
+        is_visual = torch.isin(batch["input_ids"], torch.tensor(self.visual, dtype=torch.long))
+        batch["labels"] = batch["labels"].masked_fill(is_visual, IGNORED)
+        return batch
+
+
+def _opened(example: Mapping[str, Any]) -> dict[str, Any]:
+    """A row as TRL takes it: with pictures in the parts of its messages, or in the column beside a prompt."""
+    pictures = [open_picture(file) for file in example["images"]]
+    if "messages" not in example:
+        return {"prompt": example["prompt"], "completion": example["completion"], "images": pictures}
+    files: dict[str, Any] = {
+        "image": iter(pictures),
+        "video": (video["path"] or [open_picture(frame) for frame in video["frames"]] for video in example["videos"]),
+    }
+    messages = []
+    for message in example["messages"]:
+        if isinstance(message.get("content"), list):
+            parts = [
+                {**part, part["type"]: next(files[part["type"]])} if part["type"] in files else part
+                for part in message["content"]
+            ]
+            message = {**message, "content": parts}
+        messages.append(message)
+    return {"messages": messages, "images": []}
+
+
+def picture_collator(processor: Any, arguments: Any, config: Any, *, pair: bool, whole: bool) -> PictureCollator:
+    """The collator of a run.
+
+    Args:
+        processor: the model's.
+        arguments: the trainer's (``SFTConfig``).
+        config: the model's, which names the tokens that features replace.
+        pair: whether rows are prompts with completions.
+        whole: whether rows are not cut.
+    """
+    completion_only = pair if arguments.completion_only_loss is None else arguments.completion_only_loss
+    return PictureCollator(
+        processor=processor, max_length=None if whole else arguments.max_length,
+        completion_only_loss=completion_only, pad_to_multiple_of=arguments.pad_to_multiple_of,
+        dataset_text_field=arguments.dataset_text_field, assistant_only_loss=arguments.assistant_only_loss,
+        chat_template=training_template(processor, arguments), visual=visual_tokens(config),
+    )  # fmt: skip
+
+
+def visual_tokens(config: Any) -> tuple[int, ...]:
+    """Ids of the tokens that features of pictures and videos replace."""
+    ids = {getattr(config, name, None) for name in VISUAL}
+    return tuple(sorted(token for token in ids if isinstance(token, int)))
+
+
+class RowTokens(NamedTuple):
+    """Tokens of a row.
+
+    Attributes:
+        total: all of them.
+        visual: those that features replace.
+        needed: the first so many hold all of the visual ones.
+        each: of these, those of the largest frame, or of the largest picture of a row without videos.
+        gap: other tokens from one picture to the next; frames follow each other.
+        pictures: how many there are.
+        frames: of all videos.
+    """
+
+    total: int
+    visual: int
+    needed: int
+    each: int
+    gap: int
+    pictures: int
+    frames: int
+
+
+def count_row(row: Mapping[str, Any], collator: PictureCollator) -> RowTokens:
+    """Count a row's tokens: of its pictures by their sizes, or by processing them where the processor cannot tell."""
+    processor, sizes = collator.processor, row["sizes"]
+    pictures, frames = len(sizes["image"]), sum(size[0] for size in sizes["video"] if size)
+    messages = row["messages"] if "messages" in row else row["prompt"] + row["completion"]
+    counts = tokens_of_media(processor, sizes) if isinstance(messages, list) else None
+    if counts is None or any(len(counts[kind]) < len(sizes[kind]) for kind in counts):
+        ids = collator([{**row}])["input_ids"][0].tolist()
+        places = [place for place, token in enumerate(ids) if token in collator.visual]
+        each = len(places) // max(1, frames or pictures)
+        return RowTokens(len(ids), len(places), max(places, default=-1) + 1, each, 0, pictures, frames)
+    text = processor.apply_chat_template(_parts_everywhere(messages), tokenize=False)
+    ids = processor.tokenizer(text, add_special_tokens=False)["input_ids"]
+    places = [place for place, token in enumerate(ids) if token in collator.visual]
+    visual = sum(map(sum, counts.values()))
+    extra = visual - pictures - len(sizes["video"])  # each has one token in the text
+    per_frame = [count // max(1, size[0]) for count, size in zip(counts["video"], sizes["video"], strict=True)]
+    gap = min((later - place - 1 for place, later in itertools.pairwise(places)), default=0)
+    return RowTokens(
+        total=len(ids) + extra,
+        visual=visual,
+        needed=max(places, default=len(ids) - 1) + 1 + extra if visual else 0,
+        each=max(per_frame or counts["image"], default=0),
+        gap=0 if frames else gap,
+        pictures=pictures,
+        frames=frames,
+    )
+
+
+def _parts_everywhere(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Messages whose contents are lists of parts, as TRL gives them to templates."""
+    return [
+        {**message, "content": [{"type": "text", "text": message["content"]}]}
+        if isinstance(message.get("content"), str) else dict(message)
+        for message in messages
+    ]  # fmt: skip
+
+
+def count_tokens(row_set: RowSet, collator: PictureCollator, max_length: int | None, *, skip: bool) -> DataSummary:
+    """Count the tokens of every row, and refuse or leave out those whose pictures do not fit.
+
+    Args:
+        row_set: rows as :func:`seqtile.train.read_data.check_rows` gave them; changed where rows are left out.
+        collator: that does not cut.
+        max_length: of a row.
+        skip: leave out rows whose pictures do not fit.
+
+    Raises:
+        UserError: the first row whose pictures do not fit, with how many would.
+    """
+    columns = [name for name in row_set.rows.column_names if name not in ("images", "videos")]
+    needs_files = tokens_of_media(collator.processor, {"image": [[32, 32]], "video": []}) is None
+    rows = row_set.rows if needs_files else row_set.rows.select_columns(columns)
+    counts = rows.map(
+        _counted_row, fn_kwargs={"collator": collator}, remove_columns=rows.column_names,
+        num_proc=processes_for(len(rows)), load_from_cache_file=False, desc="Counting tokens",
+    )  # fmt: skip
+    summary = DataSummary(rows=len(counts), max_length=max_length, trained=None)
+    summary.trains_prompts = row_set.row_format.trains_prompts
+    kept: list[int] = []
+    for index, row in enumerate(counts):
+        tokens = RowTokens(**row)
+        if max_length is not None and tokens.needed > max_length:
+            number = index if row_set.numbers is None else row_set.numbers[index]
+            if not skip:
+                place = f"dataset {row_set.source.dataset!r}, {row_set.source.place(number)}"
+                raise UserError(f"{place}: {_what_fits(tokens, max_length)}")
+            reason = "pictures do not fit max_length"
+            row_set.left_out[reason] = row_set.left_out.get(reason, 0) + 1
+            continue
+        kept.append(index)
+        summary.add_row(tokens.total)
+        least, most = summary.visual or (tokens.visual, tokens.visual)
+        summary.visual = (min(least, tokens.visual), max(most, tokens.visual))
+        summary.pictures += tokens.pictures
+        summary.frames += tokens.frames
+    if not kept:
+        raise UserError(f"dataset {row_set.source.dataset!r}: the pictures of no row fit max_length {max_length}")
+    if len(kept) < len(counts):
+        row_set.numbers = kept if row_set.numbers is None else [row_set.numbers[index] for index in kept]
+        row_set.rows = row_set.rows.select(kept)
+    summary.left_out, summary.sequences = dict(row_set.left_out), len(kept)
+    return summary
+
+
+def _counted_row(row: Mapping[str, Any], collator: PictureCollator) -> dict[str, Any]:
+    return count_row(row, collator)._asdict()
+
+
+def _what_fits(tokens: RowTokens, max_length: int) -> str:
+    number, noun = (tokens.frames, "frame") if tokens.frames else (tokens.pictures, "picture")
+    each, with_gap = tokens.each, tokens.each + tokens.gap
+    beside = tokens.needed - number * each
+    first = tokens.needed - number * with_gap  # before the first one, less a gap
+    fitting = max(0, (max_length - first) // with_gap)
+    return (
+        f"{counted(number, noun)} of up to {counted(each, 'token')} and {counted(beside, 'token')} beside them do not "
+        f"fit max_length {max_length:,}; {fitting:,} would, or smaller ones, or --max-length {tokens.needed:,}"
+    )

@@ -1,0 +1,291 @@
+"""Rows with pictures and videos: what of them reaches TRL's collator, what is refused, and their tokens."""
+
+from __future__ import annotations
+
+import base64
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+import tiny_run
+from seqtile import UserError
+from seqtile.train.data import load_rows
+from seqtile.train.load import processor_of
+from seqtile.train.media import RowError, open_picture
+from seqtile.train.read_data import check_rows, read_data
+from seqtile.train.recipe import Recipe, build_recipe, resolve
+from seqtile.train.rendered_rows import RowSet
+from seqtile.train.row_formats import RowFormat, find_key_columns
+
+Image = pytest.importorskip("PIL.Image")
+ANSWER = {"role": "assistant", "content": "the cat."}
+TEXT = {"type": "text", "text": "who?"}
+IMAGE, VIDEO = {"type": "image"}, {"type": "video"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, four pictures and a file that is none."""
+    folder = tmp_path_factory.mktemp("pictures")
+    tiny_run.save_qwen_vl(folder / "model")
+    for number in range(4):
+        tiny_run.save_picture(folder / f"{number}.png", number, 16, 24)
+    tiny_run.save_picture(folder / "large.png", 9, 40, 40)
+    (folder / "broken.png").write_bytes((folder / "0.png").read_bytes()[:200])
+    return folder
+
+
+def encoded(file: Path) -> str:
+    return base64.b64encode(file.read_bytes()).decode()
+
+
+def chat(*parts: dict[str, Any], **columns: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": [*parts]}, ANSWER], **columns}
+
+
+def said(text: str, **columns: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": text}, ANSWER], **columns}
+
+
+def read(row: dict[str, Any], folder: Path, **settings: Any) -> dict[str, Any]:
+    key_columns = find_key_columns([*row], "rows", "text")
+    return RowFormat(key_columns, tuple(row), media=True, folder=str(folder), **settings).read(row)
+
+
+READ: dict[str, tuple[dict[str, Any], list[Any], list[str]]] = {
+    "a part with its picture": (chat({**IMAGE, "image": "0.png"}, TEXT), [IMAGE, TEXT], ["0.png"]),
+    "a part with its path": (chat(TEXT, {**IMAGE, "path": "0.png"}), [TEXT, IMAGE], ["0.png"]),
+    "OpenAI's part": (chat({"type": "image_url", "image_url": {"url": "0.png"}}, TEXT), [IMAGE, TEXT], ["0.png"]),
+    "nulls of Arrow": (
+        chat({**IMAGE, "image": "0.png", "text": None}, {**TEXT, "image": None}), [IMAGE, TEXT], ["0.png"],
+    ),
+    "parts and a column": (
+        chat(IMAGE, TEXT, IMAGE, images=["0.png", "1.png"]), [IMAGE, TEXT, IMAGE], ["0.png", "1.png"],
+    ),
+    "a column, and texts": (said("who?", images=["0.png", "1.png"]), [IMAGE, IMAGE, TEXT], ["0.png", "1.png"]),
+    "a column of one": (said("who?", image="0.png"), [IMAGE, TEXT], ["0.png"]),
+    "ms-swift's marks": (
+        said("a <image> b <image>", images=["1.png", "0.png"]),
+        [{"type": "text", "text": "a "}, IMAGE, {"type": "text", "text": " b "}, IMAGE], ["1.png", "0.png"],
+    ),
+    "a question and its answer": (
+        {"instruction": "who?", "output": "the cat.", "images": ["0.png"]}, [IMAGE, TEXT], ["0.png"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", READ)
+def test_every_way_to_name_pictures_gives_the_same_row(case: str, folder: Path) -> None:
+    row, content, names = READ[case]
+    result = read(row, folder)
+    assert result.get("messages", result.get("prompt"))[0]["content"] == content
+    assert [Path(file["path"]) for file in result["images"]] == [folder / name for name in names]
+    assert result["sizes"]["image"] == [[16, 24]] * len(names) and not result["videos"]
+
+
+def test_frames_of_a_video_are_listed(folder: Path) -> None:
+    names = ["2.png", "3.png", "1.png"]
+    for row in (chat({**VIDEO, "video": names}, TEXT), said("<video>who?", videos=[names])):
+        result = read(row, folder)
+        assert result["messages"][0]["content"] == [VIDEO, TEXT]
+        (video,) = result["videos"]
+        assert [Path(file["path"]).name for file in video["frames"]] == names
+        assert result["sizes"]["video"] == [[3, 16, 24]]
+
+
+@pytest.mark.parametrize("ending", ["part", "data URL", "bytes"])
+def test_pictures_without_a_file(ending: str, folder: Path) -> None:
+    content = encoded(folder / "0.png")
+    part: dict[str, Any] = {
+        "part": {"base64": content}, "data URL": {"image": f"data:image/png;base64,{content}"},
+        "bytes": {"image": {"bytes": (folder / "0.png").read_bytes(), "path": "gone.png"}},
+    }[ending]  # fmt: skip
+    (file,) = read(chat({**IMAGE, **part}, TEXT), folder)["images"]
+    expected = Image.open(folder / "0.png").convert("RGB")
+    assert open_picture(file).tobytes() == expected.tobytes()
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "a missing file": (chat({**IMAGE, "image": "gone.png"}), "gone.png' does not exist"),
+    "a broken file": (chat({**IMAGE, "image": "broken.png"}), "broken.png' cannot be read"),
+    "a URL": (chat({**IMAGE, "url": "https://example.org/cat.png"}), "https://example.org/cat.png' is not on this"),
+    "a place too many": (chat(IMAGE, IMAGE, images=["0.png"]), "more parts"),
+    "a file too many": (chat(IMAGE, images=["0.png", "1.png"]), "2 entries"),
+    "a mark too many": (said("<image> <image>", images=["0.png"]), "2 marks"),
+    "frames of several sizes": (chat({**VIDEO, "video": ["0.png", "large.png"]}), "several sizes"),
+    "a setting that nothing reads": (chat({**VIDEO, "video": ["0.png"], "fps": 2}), "'fps'"),
+    "sound": (chat({"type": "audio", "audio": "a.wav"}), "'audio'"),
+    "tools": (said("who?", image="0.png", tools=[{"name": "look"}]), "'tools'"),
+    "text alone": ({"prompt": "who?", "completion": "the cat.", "images": ["0.png"]}, "'images' need 'messages'"),
+    "a video of a pair": ({"prompt": [{"role": "user", "content": [{**VIDEO, "video": ["0.png"]}, TEXT]}],
+                           "completion": [ANSWER]}, "has a video"),
+    "a picture of an answer": ({"prompt": [{"role": "user", "content": "draw"}],
+                                "completion": [{"role": "assistant", "content": [{**IMAGE, "image": "0.png"}, TEXT]}]},
+                               "'completion' has a picture"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_would_be_lost_or_cannot_be_read_is_refused(case: str, folder: Path) -> None:
+    row, words = REFUSED[case]
+    with pytest.raises(RowError, match=words):
+        read(row, folder)
+
+
+def test_pictures_of_datasets_are_not_decoded_before_they_are_needed(folder: Path) -> None:
+    from datasets import Dataset, Features, List, Value
+    from datasets import Image as Picture
+
+    messages = List({"role": Value("string"), "content": Value("string")})
+    rows = Dataset.from_list(
+        [said("who?", images=[str(folder / f"{number}.png")]) for number in range(3)],
+        features=Features({"messages": messages, "images": List(Picture())}),
+    )
+    rows.save_to_disk(str(folder / "saved"))
+    rows.to_parquet(str(folder / "rows.parquet"))
+    for path in ("saved", "rows.parquet"):
+        checked = check_rows(load_rows(str(folder / path)), media=True)
+        for number, row in enumerate(checked.rows):
+            expected = Image.open(folder / f"{number}.png").convert("RGB")
+            assert open_picture(row["images"][0]).tobytes() == expected.tobytes()
+
+
+def recipe_of(folder: Path, rows: list[dict[str, Any]], **values: Any) -> Recipe:
+    data = tiny_run.write_jsonl(folder / "rows.jsonl", rows)
+    paths = {"model": str(folder / "model"), "dataset": str(data), "trust_remote_code": True, "steps": 1}
+    return resolve(build_recipe({**paths, "max_length": 128, **values}, {})[0])
+
+
+def read_set(folder: Path, rows: list[dict[str, Any]], **values: Any) -> tuple[Any, RowSet]:
+    data = read_data(recipe_of(folder, rows, **values), folder / "out", lambda _: None)
+    return data, data.sets["train"]
+
+
+def test_a_batch_is_that_of_trl_but_for_labels_of_pictures(folder: Path) -> None:
+    import torch
+    from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
+
+    from seqtile.train.picture_batches import picture_collator
+
+    rows = [chat({**IMAGE, "image": f"{number}.png"}, TEXT) for number in range(3)]
+    rows += [said("large <image>", images=["large.png"]), said("no picture")]
+    data, row_set = read_set(folder, rows)
+    config = AutoConfig.from_pretrained(folder / "model")
+    collate = picture_collator(data.processor, data.arguments, config, pair=False, whole=False)
+    batch = collate([*row_set.rows])
+    pictures = [[Image.open(folder / f"{number}.png")] for number in range(3)] + [
+        [Image.open(folder / "large.png")],
+        [],
+    ]
+    examples = [
+        {"messages": row["messages"], "images": images} for row, images in zip(row_set.rows, pictures, strict=True)
+    ]
+    expected = DataCollatorForVisionLanguageModeling(data.processor, max_length=128)(examples)
+    assert batch.keys() == expected.keys()
+    is_picture = torch.isin(batch["input_ids"], torch.tensor(collate.visual))
+    assert is_picture.sum() == 3 * 6 + 25
+    for name, value in expected.items():
+        value = value.masked_fill(is_picture, -100) if name == "labels" else value
+        torch.testing.assert_close(batch[name], value, rtol=0, atol=0)
+
+
+def test_the_tokens_of_every_row_are_counted_before_anything_is_loaded(folder: Path) -> None:
+    from seqtile.train.picture_batches import count_row, picture_collator
+
+    video = {**VIDEO, "video": ["2.png", "3.png"]}
+    rows = [chat(video, TEXT, {**IMAGE, "image": "large.png"}), said("who?"), said("<image>", images=["0.png"])]
+    data, row_set = read_set(folder, rows)
+    config = AutoConfig.from_pretrained(folder / "model")
+    collate = picture_collator(data.processor, data.arguments, config, pair=False, whole=True)
+    for row in row_set.rows:
+        tokens = count_row(row, collate)
+        ids = collate([row])["input_ids"][0].tolist()
+        places = [place for place, token in enumerate(ids) if token in collate.visual]
+        assert (tokens.total, tokens.visual) == (len(ids), len(places))
+        assert tokens.needed == max(places, default=-1) + 1
+    summary = row_set.summary
+    assert summary is not None and (summary.pictures, summary.frames, summary.visual) == (2, 2, (0, 2 * 6 + 25))
+    assert summary.tokens == sum(len(collate([row])["input_ids"][0]) for row in row_set.rows)
+
+
+@pytest.mark.parametrize("kind", ["pictures", "frames"])
+def test_too_many_pictures_are_refused_with_how_many_fit(kind: str, folder: Path) -> None:
+    def row(count: int) -> dict[str, Any]:
+        names = [f"{number % 4}.png" for number in range(count)]
+        parts = [{**VIDEO, "video": names}] if kind == "frames" else [{**IMAGE, "image": name} for name in names]
+        return chat(*parts, TEXT)
+
+    with pytest.raises(UserError, match=r"row 2: .*12 \w+ of up to 6 tokens .* (\d+) would") as refused:
+        read_set(folder, [row(1), row(12)], max_length=64)
+    fitting = int(str(refused.value).partition(" would")[0].rpartition(" ")[2])
+    assert 0 < fitting < 12
+    read_set(folder, [row(1), row(fitting)], max_length=64)
+    with pytest.raises(UserError, match="row 2"):
+        read_set(folder, [row(1), row(fitting + 1)], max_length=64)
+    _, row_set = read_set(folder, [row(1), row(12), row(2)], max_length=64, skip_bad_rows=True)
+    assert len(row_set.rows) == 2 and sum(row_set.left_out.values()) == 1
+
+
+def test_a_bad_file_is_refused_with_its_row_before_a_weight_is_read(folder: Path) -> None:
+    rows = [chat({**IMAGE, "image": name}, TEXT) for name in ("0.png", "broken.png", "1.png")]
+    with pytest.raises(UserError, match="row 2: .*broken.png"):
+        read_set(folder, rows)
+    _, row_set = read_set(folder, rows, skip_bad_rows=True)
+    assert len(row_set.rows) == 2
+
+
+def test_rows_without_any_picture_are_text(folder: Path) -> None:
+    data, row_set = read_set(folder, [said("who?", images=[])] * 2)
+    assert data.processor is None and row_set.rows.column_names == ["messages"]
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"packing": True}, "packing"),
+        ({"streaming": True}, "only text"),
+        ({"engine": "zero3", "nproc": 2}, "rows without"),
+        ({"engine": "fsdp2", "nproc": 2}, "rows without"),
+    ],
+    ids=str,
+)
+def test_what_would_lose_pictures_or_wait_for_ever_is_refused(values: dict[str, Any], words: str, folder: Path) -> None:
+    from seqtile.train.read_data import refuse_beside_pictures
+
+    rows = [chat({**IMAGE, "image": "0.png"}, TEXT), said("who?")]
+    if "engine" in values:
+        data, row_set = read_set(folder, rows)
+        with pytest.raises(UserError, match=words):
+            refuse_beside_pictures(recipe_of(folder, rows, **values), {"train": row_set}, data.arguments)
+        return
+    with pytest.raises(UserError, match=words):
+        read_set(folder, rows, **values)
+
+
+def test_a_model_for_text_takes_no_pictures(folder: Path, tmp_path: Path) -> None:
+    tiny_run.save_model(tmp_path / "model")
+    row = chat({**IMAGE, "image": str(folder / "0.png")}, TEXT)
+    with pytest.raises(UserError, match="'image'"):
+        read_set(tmp_path, [row])
+
+
+def test_a_picture_model_without_a_processor_is_named(folder: Path, tmp_path: Path) -> None:
+    tiny_run.save_qwen_vl(tmp_path / "model")
+    for name in ("processor_config.json",):
+        (tmp_path / "model" / name).unlink()
+    with pytest.raises(UserError, match="processor"):
+        processor_of(recipe_of(tmp_path, [said("who?")]))
+
+
+def test_a_picture_turned_by_its_camera_and_one_of_a_palette(tmp_path: Path) -> None:
+    turned = Image.new("RGB", (24, 16), "red")
+    exif = turned.getexif()
+    exif[0x0112] = 6
+    turned.save(tmp_path / "turned.jpg", exif=exif)
+    Image.new("P", (24, 16)).save(tmp_path / "palette.png")
+    assert open_picture({"path": str(tmp_path / "turned.jpg"), "bytes": None}).size == (16, 24)
+    content = io.BytesIO((tmp_path / "palette.png").read_bytes()).getvalue()
+    assert open_picture({"path": None, "bytes": content}).mode == "RGB"
