@@ -463,6 +463,12 @@ HOOKS_SEE_WHAT_IS_KEPT = {
 default is announced to change, and warns. PyTorch hands it to its own context only, so a wrapped one is told too."""
 
 
+CHECKPOINT_KEYWORDS = {*inspect.signature(_torch_checkpoint.checkpoint).parameters, "preserve_rng_state"} - {
+    "function", "args", "kwargs",
+}  # fmt: skip
+"""Keyword arguments that a checkpoint does not pass on to its function."""
+
+
 def saved_values(context: Any) -> Iterator[SavedValue]:
     """The results that a forward context of ``create_selective_checkpoint_contexts`` saves.
 

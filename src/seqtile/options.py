@@ -28,7 +28,9 @@ BLOCKS = ("auto", "mlp", "mlp+norm", WHOLE_LAYER, "none")
 PATHS = ("auto", "fused", "generic")
 LOSS_KERNELS = ("torch", "native", "liger", "cce", "auto")
 CHECKPOINT_POLICIES = ("layer", "attention-saved")
-"""What activation checkpoints save. ``"auto"`` is for plans; ``"none"`` is None: checkpointing is not changed."""
+"""What activation checkpoints save. ``"auto"`` is for plans; ``"none"`` is None: checkpointing is not changed.
+
+:func:`layer_policies` reads a value that differs by layer."""
 
 WITH_FLAGS = ("train", "plan")
 """Commands with a flag for an option, by default."""
@@ -45,6 +47,7 @@ class Declaration:
         plan: whether plans depend on it.
         choices: the words that are its only values; empty if there are others.
         flag_values: the flag's words in place of ``choices``, and the value of each.
+        other_text: whether the flag takes other text too, which the record checks.
         metavar: of the flag.
         least: smallest number.
         flag: type of the flag where it is narrower than text.
@@ -57,6 +60,7 @@ class Declaration:
     plan: bool = True
     choices: tuple[str, ...] = ()
     flag_values: Mapping[str, Any] | None = None
+    other_text: bool = False
     metavar: str | None = None
     least: int | None = None
     flag: type | None = None
@@ -101,8 +105,8 @@ class TilingOptions:
     loss_tile: int | str = option("auto", "Tokens per tile of the LM head", metavar="N", least=1, flag=int)
     loss_impl: str = option("torch", "Kernel of the loss", commands=(), recipe=False, plan=False, choices=LOSS_KERNELS)
     checkpoint: str | None = option(
-        None, "Checkpointing: layer, attention-saved or none", choices=(*CHECKPOINT_POLICIES, "none"),
-        flag_values={**{word: word for word in ("auto", *CHECKPOINT_POLICIES)}, "none": None},
+        None, "Checkpointing: layer, attention-saved, none, or by layer: none:4+attention-saved",
+        flag_values={**{word: word for word in ("auto", *CHECKPOINT_POLICIES)}, "none": None}, other_text=True,
     )  # fmt: skip
     offload: bool | str = option(
         False, "To host memory: checkpoints, 64GB (of them), weights (frozen), or checkpoints+weights", commands=()
@@ -148,11 +152,8 @@ class TilingOptions:
         if self.loss not in (None, "tiled"):
             raise UserError(f"got loss={self.loss!r}, expected 'tiled' or None")
         _one_of("loss_impl", self.loss_impl, LOSS_KERNELS)
-        if self.checkpoint == "none":
-            object.__setattr__(self, "checkpoint", None)
-        if self.checkpoint not in (None, "auto", *CHECKPOINT_POLICIES):
-            names = ", ".join(map(repr, CHECKPOINT_POLICIES))
-            raise UserError(f"got checkpoint={self.checkpoint!r}, expected one of {names}, 'none', or None")
+        if self.checkpoint not in (None, "auto"):
+            object.__setattr__(self, "checkpoint", _write_checkpoint(_read_checkpoint(self.checkpoint)))
         if self.offload == "checkpoints":
             object.__setattr__(self, "offload", True)
         self._offload  # noqa: B018
@@ -187,6 +188,16 @@ class TilingOptions:
         """Whether anything is asked for that is not about blocks."""
         asked = (self.loss, self.checkpoint, self.offload, self.heads, self.state, self.chunk, self.vision)
         return any(asked)
+
+    @property
+    def by_layer(self) -> bool:
+        """Whether ``checkpoint`` differs by layer."""
+        return self.checkpoint is not None and ":" in self.checkpoint
+
+    @property
+    def saves_attention(self) -> bool:
+        """Whether the checkpoint of some layer keeps attention's output."""
+        return saves_attention(self.checkpoint)
 
     @cached_property
     def tile_rule(self) -> TileRule:
@@ -241,6 +252,72 @@ class TilingOptions:
     def for_plan(self) -> TilingOptions:
         """The options with those that no plan depends on at their defaults."""
         return replace(self, **{name: DEFAULTS[name] for name, how in WRITTEN.items() if not how.plan})
+
+
+CheckpointRun = tuple[str | None, int | None]
+"""The policy of some layers in a row, None without checkpoints; how many layers, None for all others."""
+
+
+def layer_policies(checkpoint: str | None, layers: int) -> tuple[str | None, ...]:
+    """What each layer's activation checkpoint saves, the first layer first; None for a layer that has none.
+
+    A value that differs by layer counts from the last layer on, whose backward comes first, so that what it keeps is
+    released first: ``"none:4+attention-saved:20"``. The last word may be without a count: ``"none:4+attention-saved"``.
+    The layers that are left have ``"layer"``. Counts beyond ``layers`` are cut.
+    """
+    policies: list[str | None] = []
+    for policy, count in _read_checkpoint(checkpoint):
+        policies += [policy] * min(layers - len(policies), layers if count is None else count)
+    return tuple(reversed([*policies, *["layer"] * (layers - len(policies))]))
+
+
+def saves_attention(checkpoint: str | None) -> bool:
+    """Whether ``checkpoint`` keeps attention's output in some layer."""
+    return checkpoint is not None and "attention-saved" in checkpoint
+
+
+def checkpoint_of(policies: Sequence[str | None]) -> str | None:
+    """The option ``checkpoint`` whose :func:`layer_policies` are ``policies``."""
+    if len({*policies}) == 1:
+        return policies[0]
+    return _write_checkpoint(_read_checkpoint("+".join(f"{policy or 'none'}:1" for policy in reversed(policies))))
+
+
+def check_layers(checkpoint: str | None, layers: int, model: str) -> None:
+    """Refuse counts of ``checkpoint`` beyond the ``layers`` of ``model``.
+
+    Raises:
+        UserError: with both numbers.
+    """
+    counted = sum(count or 0 for _, count in _read_checkpoint(checkpoint))
+    if counted > layers:
+        raise UserError(f"checkpoint {checkpoint!r} counts {counted} layers, but {model} has {layers}")
+
+
+def _read_checkpoint(text: str | None) -> list[CheckpointRun]:
+    """The runs of ``checkpoint`` from the last layer on, as few as possible."""
+    runs: list[CheckpointRun] = []
+    words = ["none"] if text is None else text.split("+") if isinstance(text, str) else [""]
+    for number, word in enumerate(words):
+        name, colon, count = (part.strip() for part in word.partition(":"))
+        last = number == len(words) - 1
+        if name not in (*CHECKPOINT_POLICIES, "none") or not (count.isdecimal() if colon else last):
+            names = ", ".join(map(repr, CHECKPOINT_POLICIES))
+            raise UserError(
+                f"got checkpoint={text!r}, expected one of {names}, 'none', or None; or numbers of layers from the "
+                "last one on, such as 'none:4+attention-saved:20'"
+            )
+        policy = None if name == "none" else name
+        if count == "" or int(count):
+            before = runs.pop() if runs and runs[-1][0] == policy else (policy, 0)
+            runs.append((policy, int(count) + (before[1] or 0) if count else None))
+    return runs[:-1] if runs and runs[-1][0] == "layer" else runs
+
+
+def _write_checkpoint(runs: Sequence[CheckpointRun]) -> str | None:
+    """The normal form of ``checkpoint`` with these layers."""
+    words = [f"{policy or 'none'}{'' if count is None else f':{count}'}" for policy, count in runs]
+    return None if words == ["none"] else "+".join(words) or "layer"
 
 
 def offload_of(checkpoints: bool | str, weights: bool) -> bool | str:
@@ -316,6 +393,8 @@ def from_flag(name: str, text: Any) -> Any:
         if float in get_args(get_type_hints(TilingOptions)[name]):
             with suppress(ValueError):
                 return float(text)
+        return text
+    if text not in flag_values and WRITTEN[name].other_text:
         return text
     if text not in flag_values:
         raise UserError(f"got {name} {text!r}, expected one of {', '.join(flag_values)}")

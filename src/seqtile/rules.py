@@ -142,7 +142,7 @@ class Combination:
         options = self.options
         names = [name for name in ("heads", "state") if getattr(options, name) is not None]
         names += [f"blocks {WHOLE_LAYER!r}"] * (options.blocks == WHOLE_LAYER)
-        names += ["checkpoint 'attention-saved'"] * (options.checkpoint == "attention-saved")
+        names += [f"checkpoint {options.checkpoint!r}"] * (options.saves_attention or options.by_layer)
         return ", ".join(names)
 
     @property
@@ -244,8 +244,7 @@ RULES: tuple[Rule, ...] = (
     (lambda c: c.engine in SHARDED and c.trainer.get("save_on_each_node"),
      "trainer.save_on_each_node with engine {c.engine!r} would leave no complete checkpoint on any node; drop it, "
      "and use a shared directory for --output"),
-    (lambda c: c.options.checkpoint == "attention-saved" and c.why_not_saved,
-     "checkpoint 'attention-saved' {c.why_not_saved}"),
+    (lambda c: c.options.saves_attention and c.why_not_saved, "checkpoint 'attention-saved' {c.why_not_saved}"),
     # Sequences that ranks share.
     (lambda c: c.sp_size > 1 and c.cp_size > 1,
      "got both cp_size {c.cp_size} and sp_size {c.sp_size}; use one"),

@@ -147,6 +147,7 @@ class Case:
 
 SDPA = {"attn_implementation": "sdpa"}
 SAVED = {"heads": 1, "checkpoint": "attention-saved"}
+BY_LAYER = {"heads": 1, "checkpoint": "none:1+attention-saved", "offload": True}
 GENERIC: dict[str, Any] = {"path": "generic"}
 RECOMPUTED: dict[str, Any] = {"checkpoint": "non-reentrant"}
 
@@ -198,7 +199,7 @@ _USUAL = [
     Case("opt", "linear layers in the decoder layer", "opt"),
     Case("mixtral", "experts", "mixtral", steps=2),
     Case("heads", HEADS, more={"heads": 1}, micro_steps=2, steps=2),
-    Case("heads-saved", HEADS, config=SDPA, **RECOMPUTED, more={**SAVED, "offload": True}, steps=2),
+    Case("heads-saved", HEADS, config=SDPA, **RECOMPUTED, more=BY_LAYER, steps=2),
     Case("heads-lora", HEADS, config=SDPA, **RECOMPUTED, more=SAVED, adapters=ATTENTION),
     Case("states", STATES, **SHORT_CONVOLUTION, micro_steps=2, lengths=(2, 13)),
     Case("states-checkpoint", STATES, **_GATED_DELTANET, **RECOMPUTED),

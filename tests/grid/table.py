@@ -83,7 +83,7 @@ def engine_of(module: str, case: Case) -> str:
 def techniques_of(case: Case) -> list[str]:
     """The techniques that a case is for, and those that its settings add."""
     added = {
-        ATTENTION_SAVED: case.more.get("checkpoint") == "attention-saved",
+        ATTENTION_SAVED: "attention-saved" in case.more.get("checkpoint", ""),
         OFFLOADED: bool(case.more.get("offload")),
     }
     return [*case.technique.split(" + "), *(name for name, is_on in added.items() if is_on)]

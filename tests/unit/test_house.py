@@ -32,8 +32,9 @@ ORDER = """
     options
     rules _technique
     ops
-    engines checkpointing
+    engines
     recognise
+    checkpointing
     models
     blocks
     lm_loss headwise state host_weights

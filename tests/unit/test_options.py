@@ -20,7 +20,7 @@ from seqtile import UserError
 from seqtile.cli import main
 from seqtile.cli.flags import flag, option_flags, takes
 from seqtile.install.apply import apply_options
-from seqtile.options import DEFAULTS, WHOLE_LAYER, WRITTEN, TilingOptions
+from seqtile.options import DEFAULTS, WHOLE_LAYER, WRITTEN, TilingOptions, checkpoint_of, layer_policies
 from seqtile.planner import memory_plan
 from seqtile.planner.explain import recipe as recipe_of_plan
 from seqtile.planner.request import Request
@@ -177,6 +177,7 @@ SOME = [
     TilingOptions(blocks=WHOLE_LAYER, only=("*.0.*",), trust="a.b"), TilingOptions(blocks="none", offload=True),
     TilingOptions(loss="tiled", loss_tile=512, checkpoint="layer"),
     TilingOptions(checkpoint="attention-saved", offload="64GiB", heads="auto"),
+    TilingOptions(checkpoint="none:4+attention-saved:20"),
 ]  # fmt: skip
 
 
@@ -243,6 +244,7 @@ FLAGS = {
         PLANNED, checkpoint="layer", offload="checkpoints+weights"
     ),
     "--checkpoint layer --blocks mlp": replace(PLANNED, checkpoint="layer", blocks="mlp"),
+    "--checkpoint none:4+attention-saved --loss tiled": replace(PLANNED, checkpoint="none:4+attention-saved"),
     "--checkpoint none --keep memory:4GiB": replace(PLANNED, checkpoint=None, keep="memory:4GiB"),
     f"--checkpoint attention-saved --blocks {WHOLE_LAYER} --heads 2": replace(
         PLANNED, checkpoint="attention-saved", blocks=WHOLE_LAYER, heads=2
@@ -274,7 +276,7 @@ def test_flags_become_a_request_whose_recipe_is_planned_the_same(flags: str, pla
         ("plan --tile 0", "expected at least 1"),
         (
             "plan --checkpoint some",
-            "got checkpoint 'some', expected one of auto, layer, attention-saved, none",
+            "got checkpoint='some', expected one of 'layer', 'attention-saved', 'none', or None",
         ),
         ("plan --blocks mlp --tile none", "drop --blocks or --tile none"),
         ("plan --keep 0.5 --tile none", "keep would be ignored"),
@@ -310,6 +312,35 @@ def test_a_bad_value_is_one_sentence(
 def test_a_value_is_checked_where_the_record_is_made(values: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=re.escape(words)):
         TilingOptions(**values)
+
+
+@pytest.mark.parametrize(
+    ("written", "normal", "policies"),
+    [
+        ("layer", "layer", ["layer", "layer", "layer"]),
+        ("none", None, [None, None, None]),
+        ("attention-saved:2", "attention-saved:2", ["layer", "attention-saved", "attention-saved"]),
+        ("none:1+attention-saved", "none:1+attention-saved", ["attention-saved", "attention-saved", None]),
+        (" none:1 + attention-saved:9 ", "none:1+attention-saved:9", ["attention-saved", "attention-saved", None]),
+        ("layer:1+none:1+layer", "layer:1+none:1", ["layer", None, "layer"]),
+        ("layer:2", "layer", ["layer", "layer", "layer"]),
+        ("none:0", "layer", ["layer", "layer", "layer"]),
+        ("none:1+none:1", "none:2", ["layer", None, None]),
+        ("none:1+none", None, [None, None, None]),
+    ],
+)
+def test_checkpoints_by_layer(written: str, normal: str | None, policies: list[str | None]) -> None:
+    options = TilingOptions(checkpoint=written)
+    assert options == TilingOptions(checkpoint=normal) and options.checkpoint == normal
+    assert [*layer_policies(options.checkpoint, 3)] == policies == [*layer_policies(checkpoint_of(policies), 3)]
+    assert options.saves_attention == ("attention-saved" in policies)
+    assert options.by_layer or len({*policies}) == 1
+
+
+@pytest.mark.parametrize("written", ["none+layer", "none:", "none:-1", "layer:x", "+", "", "auto:1", ["layer"], 3])
+def test_checkpoints_by_layer_that_cannot_be_read(written: Any) -> None:
+    with pytest.raises(UserError, match="or numbers of layers from the last one on"):
+        TilingOptions(checkpoint=written)
 
 
 def test_a_choice_of_the_plan_is_none_for_a_model() -> None:

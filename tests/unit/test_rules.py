@@ -43,6 +43,7 @@ REFUSED: list[tuple[Combination, str]] = [
     (combination({"segment": 2}), "segment needs chunk"),
     (combination({"chunk": 64, "heads": 1}), "chunk and heads both bound"),
     (combination({"chunk": 64, "checkpoint": "attention-saved"}), "'attention-saved' both bound"),
+    (combination({"chunk": 64, "checkpoint": "none:2"}), "'none:2' both bound"),
     (combination({"chunk": 64, "segment": 2}, engine="fsdp2"), "engine 'fsdp2' has on the device one layer at a time"),
     (
         combination({"chunk": 64, "segment": 2, "offload": "weights"}, adapters=True),
@@ -65,7 +66,7 @@ REFUSED: list[tuple[Combination, str]] = [
     (combination(engine="fsdp2", trainer={"save_on_each_node": True}), "no complete checkpoint on any node"),
     (combination({"checkpoint": "attention-saved"}, engine="single", attention="eager"), "needs an attention kernel"),
     (combination({"checkpoint": "attention-saved"}, engine="zero3", adapters=True), "DeepSpeed 0.19.4"),
-    (combination({"checkpoint": "attention-saved"}, **RING), "does not support ring attention"),
+    (combination({"checkpoint": "none:1+attention-saved:2"}, **RING), "does not support ring attention"),
     (combination(engine="fsdp2", sp_size=2, cp_size=2), "got both cp_size"),
     (combination(engine="zero3", cp_size=2), "needs engine fsdp2"),
     (combination(engine="zero2", sp_size=2), "gradients 2 times too large"),

@@ -2,7 +2,7 @@
 
 Transformers' models, their trainers, TRL and PEFT all switch checkpointing on through one method of the model
 instance, ``_set_gradient_checkpointing``. An object in its place changes the checkpoint function on the way to the
-layers, so that it does not matter who switches it on, nor when.
+layers, so that it does not matter who switches it on, nor when. Where layers differ, each gets a function of its own.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from seqtile._compat import (
     CHECKPOINT_FUNCTION,
+    CHECKPOINT_KEYWORDS,
     HOOKS_SEE_WHAT_IS_KEPT,
     INPUT_HOOKS,
     SET_CHECKPOINTING,
@@ -32,6 +33,8 @@ from seqtile.checkpointing.host_offload import HostMemory
 from seqtile.checkpointing.keep_attention import AttentionSaved, kept_per_token
 from seqtile.ops.attention.backends import FLEX, attention_sentences, has_long_mask, without_wrong_kernel
 from seqtile.ops.attention.kernel_calls import names_of_kernels
+from seqtile.options import check_layers, layer_policies, saves_attention
+from seqtile.recognise.decoder_layers import decoder_layers
 
 _POLICY_MARK = "_seqtile_checkpointing"
 
@@ -40,7 +43,8 @@ def check_checkpointing(model: nn.Module, policy: str | None, offload: bool | in
     """Refuse what cannot be done, before anything is changed.
 
     Raises:
-        UserError: no model that checkpoints, or attention without a kernel whose output could be kept.
+        UserError: no model that checkpoints, fewer layers than are counted, or attention without a kernel whose output
+            could be kept.
     """
     if policy is None and not offload:
         return
@@ -56,8 +60,10 @@ def check_checkpointing(model: nn.Module, policy: str | None, offload: bool | in
             "offload"
         )
     chosen = [module for _, module in split_frozen(models)[0]]
+    for module in chosen if policy is not None and ":" in policy else []:
+        check_layers(policy, len(decoder_layers(module)), type(module).__name__)
     plain = next((module for module in chosen if attention_kind(module) == "eager"), None)
-    if policy == "attention-saved" and plain is not None:
+    if saves_attention(policy) and plain is not None:
         if not attention_is_exchangeable(type(plain)):
             raise UserError(
                 "checkpoint='attention-saved' saves the output of an attention kernel, but this model has no "
@@ -77,7 +83,7 @@ def _refuse_conflict(function: Any, policy: str | None, offload: bool | int) -> 
     """Raise if a layer's checkpoint function cannot run with this policy."""
     if offload and getattr(function, "func", function) is not checkpoint:
         raise UserError("both seqtile's offload and gradient_checkpointing_kwargs' offload are on; drop one")
-    if policy == "attention-saved" and getattr(function, "keywords", {}).get("use_reentrant"):
+    if saves_attention(policy) and getattr(function, "keywords", {}).get("use_reentrant"):
         raise UserError(
             "checkpoint='attention-saved' needs non-reentrant activation checkpointing, got use_reentrant=True; use "
             "use_reentrant=False"
@@ -107,7 +113,7 @@ class Checkpointing(Watched):
 
     Args:
         module: the model.
-        policy: ``"layer"`` or ``"attention-saved"``.
+        policy: the option ``checkpoint``; not None.
         offload: layer inputs (and kept attention outputs) wait on the host; a number is the bytes allowed there.
     """
 
@@ -115,7 +121,10 @@ class Checkpointing(Watched):
         super().__init__(module)
         self.policy, self.offload = policy, bool(offload)
         self.host = HostMemory(0 if isinstance(offload, bool) else offload) if offload else None
-        self.attention = AttentionSaved(self.host) if policy == "attention-saved" else None
+        self.attention = AttentionSaved(self.host) if saves_attention(policy) else None
+        self.names = [layer.name for layer in decoder_layers(module)] if ":" in policy else []
+        self.policies = layer_policies(policy, len(self.names))
+        """Of each decoder layer, where they differ; else empty."""
         self.switched_on = False
         self.calls = 0  # of layers' checkpoints while gradients are recorded
         self.hooks: list[Any] = []
@@ -130,6 +139,7 @@ class Checkpointing(Watched):
         module.__dict__[SET_CHECKPOINTING] = self
         if on:
             self._change(lambda function: function if _ours(function) else self.around(function))
+            self._change_by_layer()
         else:
             self.before = {name: module.__dict__[name] for name in INPUT_HOOKS if name in module.__dict__}
             enable = getattr(module, "activation_checkpointing_enable", None) or module.gradient_checkpointing_enable
@@ -160,6 +170,13 @@ class Checkpointing(Watched):
             if function is not None:
                 module.__dict__[CHECKPOINT_FUNCTION] = change(function)
 
+    def _change_by_layer(self) -> None:
+        """Give each decoder layer, and what is inside it, a checkpoint function with the layer's own policy."""
+        for name, policy in zip(self.names, self.policies, strict=True):
+            for module in self.module.get_submodule(name).modules():
+                if _ours(function := module.__dict__.get(CHECKPOINT_FUNCTION)):
+                    module.__dict__[CHECKPOINT_FUNCTION] = self.around_layer(_without_policy(function), policy)
+
     def __call__(
         self, enable: bool = True, gradient_checkpointing_func: Callable[..., Any] = checkpoint, **others: Any
     ) -> Any:
@@ -167,37 +184,65 @@ class Checkpointing(Watched):
         self.switched_on = False  # other code enabled or disabled checkpointing: it stays so when we are removed
         original = getattr(type(self.module), SET_CHECKPOINTING)
         function = self.around(gradient_checkpointing_func) if enable else gradient_checkpointing_func
-        return original(self.module, enable=enable, gradient_checkpointing_func=function, **others)
+        result = original(self.module, enable=enable, gradient_checkpointing_func=function, **others)
+        self._change_by_layer()
+        return result
 
     def around(self, function: Any) -> Any:
-        """A layer's checkpoint function with this policy.
+        """A checkpoint function with this policy, for every layer.
 
         Raises:
             UserError: two settings that exclude each other.
         """
         _refuse_conflict(function, self.policy, self.offload)
+        if self.names:
+            keywords = getattr(function, "keywords", {})
+            return functools.partial(self.run_by_owner, **keywords, _seqtile_former=function)
+        return self.around_layer(function, self.policy)
+
+    def around_layer(self, function: Any, policy: str | None) -> Any:
+        """A checkpoint function with ``policy``."""
         keywords = dict(getattr(function, "keywords", {}))
         base = getattr(function, "func", function)
         if self.attention is not None:
             keywords["use_reentrant"] = False
+        if policy == "attention-saved":
             if "context_fn" in keywords:
                 self.warn("another library's context_fn (TRL's 'selective') decides what checkpoints save")
             else:
                 keywords["context_fn"] = self.save_attention
         if "context_fn" in keywords and base is checkpoint:
             keywords = HOOKS_SEE_WHAT_IS_KEPT | keywords
-        return functools.partial(self.run, base, **keywords, _seqtile_former=function)
+        return functools.partial(self.run, base, **keywords, _seqtile_former=function, _seqtile_policy=policy)
+
+    def run_by_owner(self, function: Callable[..., Any], *args: Any, _seqtile_former: Any, **kwargs: Any) -> Any:
+        """The checkpoint of what has no function of its own: a tower's layer, or one that its model checkpoints."""
+        policy: str | None = "layer"
+        owner = _module_of(function)
+        if owner is None:
+            self.warn(
+                f"checkpoint={self.policy!r} recomputes every layer: {type(self.module).__name__} checkpoints "
+                "functions of its own, not its layers"
+            )
+        for name, own_policy in zip(self.names, self.policies, strict=True):
+            if self.module.get_submodule(name) is owner:
+                policy = own_policy
+        return self.around_layer(_seqtile_former, policy)(function, *args, **kwargs)
 
     def run(
-        self, base: Callable[..., Any], function: Callable[..., Any], *args: Any, _seqtile_former: Any, **kwargs: Any
-    ) -> Any:
+        self, base: Callable[..., Any], function: Callable[..., Any], *args: Any, _seqtile_former: Any,
+        _seqtile_policy: str | None, **kwargs: Any,
+    ) -> Any:  # fmt: skip
         """One layer's checkpoint."""
+        policy = _seqtile_policy
         if torch.compiler.is_compiling():
             self._note_call()
-            if self.attention is not None or self.host is not None:
-                return self._uncompiled(base, function, args, kwargs)
+            if policy == "attention-saved" or (policy is not None and self.host is not None):
+                return self._uncompiled(base, function, args, kwargs, policy)
         elif torch.is_grad_enabled():
             self.calls += 1
+        if policy is None:
+            return function(*args, **{name: kwargs[name] for name in kwargs.keys() - CHECKPOINT_KEYWORDS})
         if self.host is not None:
             function, args = _hidden_states_first(function, args)
         bound = getattr(function, "keywords", {})  # transformers binds what it passes to a layer by name
@@ -245,7 +290,9 @@ class Checkpointing(Watched):
         if self.attention is not None:
             text = self.module.config.get_text_config()
             tokens, width = hidden.numel() // hidden.shape[-1], hidden.shape[-1]
-            nbytes += tokens * kept_per_token(text, hidden.element_size(), width)
+            checkpointed = [policy for policy in self.policies if policy is not None] or [self.policy]
+            saved = sum(map(saves_attention, checkpointed))
+            nbytes += tokens * kept_per_token(text, hidden.element_size(), width) * saved // len(checkpointed)
         self.host.check(nbytes, self.layers, hidden.device)
         self.host.begin_layer()
         pack, unpack = _hooks_for_input(hidden, self.host)
@@ -253,28 +300,40 @@ class Checkpointing(Watched):
             return base(function, *args, **kwargs)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _uncompiled(self, base: Callable[..., Any], function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _uncompiled(
+        self, base: Callable[..., Any], function: Callable[..., Any], args: Any, kwargs: Any, policy: str
+    ) -> Any:
         """Dynamo supports neither selective checkpoints nor saved-tensor hooks."""
-        option = "offload" if self.attention is None else "checkpoint='attention-saved'"
+        option = "checkpoint='attention-saved'" if policy == "attention-saved" else "offload"
         self.warn(f"{option} runs the decoder layers uncompiled; with torch.compile use checkpoint='layer' alone")
-        return self.run(base, function, *args, _seqtile_former=None, **kwargs)
+        return self.run(base, function, *args, _seqtile_former=None, _seqtile_policy=policy, **kwargs)
 
     def layers(self) -> int:
         """Layers that are checkpointed."""
         return sum(
             bool(getattr(module, "gradient_checkpointing", False))
             for module in self.module.modules()
-            if CHECKPOINT_FUNCTION in module.__dict__ and not hasattr(type(module), SET_CHECKPOINTING)
+            if CHECKPOINT_FUNCTION in module.__dict__
+            and not hasattr(type(module), SET_CHECKPOINTING)
+            and getattr(module.__dict__[CHECKPOINT_FUNCTION], "keywords", {}).get("_seqtile_policy", "") is not None
         )
 
     def describe(self) -> str:
         """For the report."""
-        phrases = []
-        if self.attention is not None:
-            phrases.append("attention's output saved, not recomputed")
+        effects = {
+            "attention-saved": "attention's output saved, not recomputed", "layer": "plain activation checkpointing",
+            None: "no activation checkpointing",
+        }  # fmt: skip
+        phrases = [
+            f"{effect} ({self.policies.count(policy)} of {len(self.policies)} layers)"
+            for policy, effect in effects.items()
+            if policy in self.policies
+        ]
+        if self.attention is not None and not self.policies:
+            phrases.append(effects["attention-saved"])
         if self.offload:
             phrases.append("layer inputs on the host" + (", and attention's output" if self.attention else ""))
-        return "; ".join(phrases) or "plain activation checkpointing"
+        return "; ".join(phrases) or effects["layer"]
 
     def without_effect(self) -> list[str]:
         saved, policy = self.attention, f"checkpoint={self.policy!r}"
@@ -286,8 +345,9 @@ class Checkpointing(Watched):
             ]
         sentences = []
         if saved is not None and saved.calls and not saved.saved:
+            layers = f"{self.policies.count('attention-saved')} layers" if self.policies else "layers"
             sentences.append(
-                f"{policy} had no effect in the first training step: found no attention kernel in the layers, so "
+                f"{policy} had no effect in the first training step: found no attention kernel in the {layers}, so "
                 "nothing was saved; load the model with attn_implementation='sdpa' or FlashAttention"
             )
         if self.host is not None and not self.host.ever_parked:
@@ -300,7 +360,9 @@ class Checkpointing(Watched):
     def notes(self) -> list[str]:
         saved, notes = self.attention, self.warnings()
         if self.host is not None and self.host.ever_parked:
-            notes.append(f"on the host: {self.host.ever_parked / self.calls / 2**20:.3g} MiB per layer and forward")
+            notes.append(
+                f"on the host: {self.host.ever_parked / self.host.layer / 2**20:.3g} MiB per layer and forward"
+            )
         if self.attention_ran is not None:
             return notes + attention_sentences(self.attention_ran)
         if saved is None or not saved.saved:
@@ -342,6 +404,16 @@ def _hidden_states_first(function: Any, args: tuple[Any, ...]) -> tuple[Any, tup
 
 def _by_name(function: Callable[..., Any], name: str, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
     return function(*args, **kwargs, **{name: hidden})
+
+
+def _module_of(function: Any) -> nn.Module | None:
+    """The module whose forward or call a checkpoint runs; None for a function of other code."""
+    while isinstance(function, functools.partial):  # transformers binds a layer's arguments, from 5.24 on the layer too
+        if function.args and isinstance(function.args[0], nn.Module):
+            return function.args[0]
+        function = function.func
+    owner = getattr(function, "__self__", function)
+    return owner if isinstance(owner, nn.Module) else None
 
 
 def _ours(function: Any) -> bool:

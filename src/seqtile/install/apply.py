@@ -87,8 +87,11 @@ def apply(
         loss_impl: ``"torch"``, ``"liger"``, ``"cce"`` or ``"auto"``, as :func:`seqtile.linear_cross_entropy` takes it.
         checkpoint: ``"layer"``: activation checkpoints save the layer's input only; ``"attention-saved"``: also the
             attention kernel's output and log-sum-exp, which the recompute then skips. Either switches activation
-            checkpointing on; None, or ``"none"``, leaves it as it is, and with ``offload`` means ``"layer"``. The
-            report has the bytes per token and layer; :func:`seqtile.fit` and ``seqtile plan`` check that they fit.
+            checkpointing on; None, or ``"none"``, leaves it as it is, and with ``offload`` means ``"layer"``. By layer,
+            from the last one on, whose backward comes first: ``"none:4+attention-saved:20"`` runs the last 4 decoder
+            layers without checkpoints, the 20 before them with attention's output saved, and all others as
+            ``"layer"``; the last word may be without a number, for all layers that are left. The report has the bytes
+            per token and layer; :func:`seqtile.fit` and ``seqtile plan`` check that they fit.
         offload: True, or ``"checkpoints"``: the layers' checkpointed inputs wait for the backward in host memory, with
             ``"attention-saved"`` attention's output too; ``"64GB"`` limits what they may take there; the layers beyond
             it keep theirs on the device. ``"weights"``: the frozen weights of decoder layers wait in pinned host

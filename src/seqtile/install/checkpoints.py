@@ -14,8 +14,8 @@ from seqtile.checkpointing.policies import (
     install_checkpointing,
     standing_checkpointing,
 )
-from seqtile.options import TilingOptions, offload_of
-from seqtile.recognise.decoder_layers import states_of
+from seqtile.options import TilingOptions, layer_policies, offload_of
+from seqtile.recognise.decoder_layers import decoder_layers
 
 
 class CheckpointTechnique(Technique):
@@ -29,8 +29,14 @@ class CheckpointTechnique(Technique):
     def install(self, inside: Collection[str]) -> TechniqueResult:
         self.remove(self.model)
         done = install_checkpointing(self.model, self.options.checkpoint, self.options.offload_room)
-        if self.options.checkpoint == "attention-saved":
-            done += recomputed(states_of(self.model))
+        if self.options.saves_attention:
+            layers = decoder_layers(self.model)
+            policies = layer_policies(self.options.checkpoint, len(layers))
+            states: dict[str, list[str]] = {}
+            for layer, policy in zip(layers, policies, strict=True):
+                for state in layer.states if policy == "attention-saved" else ():
+                    states.setdefault(state, []).append(layer.name)
+            done += recomputed(states)
         return TechniqueResult(done)
 
     @classmethod

@@ -192,7 +192,7 @@ class LoraRecipe(CheckedModel):
 def _key_of(name: str) -> tuple[Any, Any]:
     """Type and default of an option's key."""
     if name == "checkpoint":
-        return Literal["layer", "attention-saved", "none"], "layer"
+        return str, "layer"
     if name == "loss":  # the trainer's head runs in tiles in any case
         return Literal["tiled"], "tiled"
     if name == "loss_tile":  # TRL's head has a default number of tokens
