@@ -12,7 +12,7 @@ OF_TEXT = ("padding", "padding_side", "truncation", "max_length", "add_special_t
 
 
 class TinyProcessor(ProcessorMixin):
-    """Every frame is a grid of its own; real processors join two."""
+    """Every frame is a grid of its own; real processors join two, and write a time before each, not before a video."""
 
     def __init__(self, image_processor: Any = None, tokenizer: Any = None, chat_template: Any = None) -> None:
         super().__init__(image_processor, tokenizer, chat_template=chat_template)
@@ -25,7 +25,17 @@ class TinyProcessor(ProcessorMixin):
         texts = self._place(
             texts, self.image_token, [[picture] for row in images or () for picture in row], "image", data
         )
-        texts = self._place(texts, self.video_token, [video for row in videos or () for video in row], "video", data)
+        clips = [video for row in videos or () for video in row]
+        if kwargs.get("do_sample_frames", True):  # as Qwen3-VL's does with a list of frames, too
+            clips = [video[::2] for video in clips]
+        for number, metadata in enumerate(kwargs.get("video_metadata", ())):
+            # Qwen3-VL writes the time of each frame.
+            mark, length = f"<video {number}>", metadata["total_num_frames"]
+            texts = "\0".join(texts).replace(self.video_token, mark, 1).split("\0")
+            seconds = f"<{length / (metadata['fps'] or 24):.1f} seconds>"
+            texts = [text.replace(mark, seconds + "<placed>") for text in texts]
+        texts = [text.replace("<placed>", self.video_token) for text in texts]
+        texts = self._place(texts, self.video_token, clips, "video", data)
         tokens = self.tokenizer(texts, **{name: kwargs[name] for name in OF_TEXT if name in kwargs})
         ids = tokens["input_ids"]
         kinds = {self.image_token_id: 1, self.video_token_id: 2}

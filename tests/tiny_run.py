@@ -79,7 +79,7 @@ PARTS_TEMPLATE = (
 """A chat template for texts, pictures and videos."""
 
 
-def save_qwen_vl(directory: Path) -> Path:
+def save_qwen_vl(directory: Path, family: str = "qwen2_5_vl") -> Path:
     """Write a Qwen2.5-VL of two decoder layers over a tower of three, with a processor that needs Pillow alone."""
     import transformers
 
@@ -91,10 +91,9 @@ def save_qwen_vl(directory: Path) -> Path:
     names = ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"]
     tokenizer.add_special_tokens({"additional_special_tokens": names})
     keys = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
-    family = FAMILIES["qwen2_5_vl"]
-    text = {**family["text_config"], "vocab_size": len(tokenizer), "eos_token_id": 0}
+    text = {**FAMILIES[family]["text_config"], "vocab_size": len(tokenizer), "eos_token_id": 0}
     marks = dict(zip(keys, tokenizer.convert_tokens_to_ids(names), strict=True))
-    picture_model("qwen2_5_vl", text_config=text, **marks).save_pretrained(directory)
+    picture_model(family, text_config=text, **marks).save_pretrained(directory)
     pictures = transformers.Qwen2VLImageProcessorPil(
         patch_size=4, merge_size=2, temporal_patch_size=2, size={"shortest_edge": 64, "longest_edge": 4096}
     )

@@ -72,12 +72,17 @@ def test_the_loss_is_that_of_plain_transformers_on_every_row(folder: Path, tmp_p
     model = transformers.AutoModelForImageTextToText.from_pretrained(folder / "model")
     total, count = 0.0, 0
     for row in tiny_run.picture_rows(folder):
+        videos = 0
         for part in row["messages"][0]["content"]:
+            videos += "video" in part
             for kind in {"image", "video"} & part.keys():
                 paths = part[kind] if kind == "video" else [part[kind]]
                 opened = [transformers.image_utils.load_image(str(folder / path)) for path in paths]
                 part[kind] = opened if kind == "video" else opened[0]
-        batch = processor.apply_chat_template(row["messages"], tokenize=True, return_dict=True, return_tensors="pt")
+        settings = {"do_sample_frames": False, "video_metadata": [{"total_num_frames": 4, "fps": None}] * videos}
+        batch = processor.apply_chat_template(
+            row["messages"], tokenize=True, return_dict=True, return_tensors="pt", processor_kwargs=settings
+        )
         labels = batch["input_ids"].masked_fill(batch["mm_token_type_ids"] > 0, -100)
         with torch.no_grad():
             logits = model(**batch).logits[0, :-1]

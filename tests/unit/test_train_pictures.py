@@ -116,7 +116,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a file too many": (chat(IMAGE, images=["0.png", "1.png"]), "2 entries"),
     "a mark too many": (said("<image> <image>", images=["0.png"]), "2 marks"),
     "frames of several sizes": (chat({**VIDEO, "video": ["0.png", "large.png"]}), "several sizes"),
-    "a setting that nothing reads": (chat({**VIDEO, "video": ["0.png"], "fps": 2}), "'fps'"),
+    "a setting that nothing reads": (chat({**IMAGE, "image": "0.png", "max_pixels": 2}), "'max_pixels'"),
     "sound": (chat({"type": "audio", "audio": "a.wav"}), "'audio'"),
     "tools": (said("who?", image="0.png", tools=[{"name": "look"}]), "'tools'"),
     "text alone": ({"prompt": "who?", "completion": "the cat.", "images": ["0.png"]}, "'images' need 'messages'"),
@@ -192,10 +192,17 @@ def test_a_batch_is_that_of_trl_but_for_labels_of_pictures(folder: Path) -> None
         torch.testing.assert_close(batch[name], value, rtol=0, atol=0)
 
 
+def test_every_frame_of_a_list_is_trained_on_with_its_time(folder: Path) -> None:
+    names = [f"{number % 4}.png" for number in range(7)]
+    data, row_set = read_set(folder, [chat({**VIDEO, "video": names, "fps": 2}, TEXT)])
+    assert data.processor.decode(row_set.sample[0].ids).count("<|video_pad|>") == 7 * 6
+    assert "<3.5 seconds>" in data.processor.decode(row_set.sample[0].ids)
+
+
 def test_the_tokens_of_every_row_are_counted_before_anything_is_loaded(folder: Path) -> None:
     from seqtile.train.picture_batches import count_row, picture_collator
 
-    video = {**VIDEO, "video": ["2.png", "3.png"]}
+    video = {**VIDEO, "video": ["2.png", "3.png"], "fps": 0.5}
     rows = [chat(video, TEXT, {**IMAGE, "image": "large.png"}), said("who?"), said("<image>", images=["0.png"])]
     data, row_set = read_set(folder, rows)
     config = AutoConfig.from_pretrained(folder / "model")
@@ -289,3 +296,36 @@ def test_a_picture_turned_by_its_camera_and_one_of_a_palette(tmp_path: Path) -> 
     assert open_picture({"path": str(tmp_path / "turned.jpg"), "bytes": None}).size == (16, 24)
     content = io.BytesIO((tmp_path / "palette.png").read_bytes()).getvalue()
     assert open_picture({"path": None, "bytes": content}).mode == "RGB"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_the_processors_of_qwen_give_the_tokens_that_are_counted(family: str, tmp_path: Path) -> None:
+    pytest.importorskip("torchvision", exc_type=Exception)
+    import transformers
+
+    from seqtile.train.picture_batches import count_row, picture_collator
+
+    maker, videos = {
+        "qwen2_5_vl": (transformers.Qwen2_5_VLProcessor, transformers.Qwen2VLVideoProcessor),
+        "qwen3_vl": (transformers.Qwen3VLProcessor, transformers.Qwen3VLVideoProcessor),
+    }[family]
+    model = tiny_run.save_qwen_vl(tmp_path / "model", family)
+    (model / "processor_config.json").unlink()
+    sizes = dict(patch_size=4, merge_size=2, temporal_patch_size=2)
+    pictures = transformers.Qwen2VLImageProcessor(**sizes, size={"shortest_edge": 64, "longest_edge": 4096})
+    frames = videos(**sizes, size={"shortest_edge": 64, "longest_edge": 65536}, cap_pixels_per_frame=False)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    maker(pictures, tokenizer, frames, chat_template=tiny_run.PARTS_TEMPLATE).save_pretrained(model)
+    rows = tiny_run.picture_rows(tmp_path, pictures=3, videos=1)
+    names = [f"video0-{number % 4}.png" for number in range(30)]
+    rows.append(chat({**VIDEO, "video": names, "fps": 1}, TEXT))
+    data, row_set = read_set(tmp_path, rows, max_length=1024)
+    collate = picture_collator(
+        data.processor, data.arguments, AutoConfig.from_pretrained(model), pair=False, whole=True
+    )
+    for row in row_set.rows:
+        batch, tokens = collate([row]), count_row(row, collate)
+        ids = batch["input_ids"][0].tolist()
+        assert (tokens.total, tokens.visual) == (len(ids), sum(token in collate.visual for token in ids))
+    assert batch["video_grid_thw"].tolist() == [[15, 4, 6]]

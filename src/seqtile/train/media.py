@@ -24,7 +24,7 @@ PART_COLUMNS = {"image": "images", "image_url": "images", "video": "videos", "vi
 COLUMN_PARTS = {"images": "image", "videos": "video"}
 
 MEDIA_COLUMNS = ("images", "videos", "sizes")
-"""What is added to a row: files of pictures; of videos, or of their frames; and (frames,) height, width of each."""
+"""What is added to a row: files of pictures; of videos, or of their frames; (frames,) height and width of each."""
 
 SOURCE_COLUMNS = {"image": "images", "images": "images", "video": "videos", "videos": "videos"}
 
@@ -41,7 +41,8 @@ def media_features() -> dict[str, Any]:
     from datasets import Json, List, Value
 
     file = {"path": Value("string"), "bytes": Value("binary")}
-    return {"images": List(file), "videos": List({"path": Value("string"), "frames": List(file)}), "sizes": Json()}
+    video = {"path": Value("string"), "frames": List(file), "fps": Value("float64")}
+    return {"images": List(file), "videos": List(video), "sizes": Json()}
 
 
 def without_decoding(features: Any) -> Any:
@@ -63,14 +64,16 @@ def without_decoding(features: Any) -> Any:
 def media_part(part: Mapping[str, Any], name: str) -> dict[str, Any]:
     """A message's part with a picture or a video, as ``type`` and ``source``; None where a column has the file."""
     kind = COLUMN_PARTS[PART_COLUMNS[part["type"]]]
-    sources = [part[key] for key in _SOURCES if part.get(key) is not None]
+    source = next((part[key] for key in _SOURCES if part.get(key) is not None), None)
+    if kind == "video" and isinstance(source, list):
+        source = {"frames": source, "fps": part.get("fps")}
+        part = {key: value for key, value in part.items() if key != "fps"}
     others = sorted(key for key in {*part} - {"type", *_SOURCES} if part[key] is not None)
     if others:
         raise RowError(
             f"{name!r} has a part of type {part['type']!r} with {others[0]!r}, which the processor does not read; set "
             "it in the model's processor files, and drop it here"
         )
-    source = sources[0] if sources else None
     if isinstance(source, Mapping) and "url" in source:  # OpenAI's
         source = source["url"]
     if part.get("base64") is not None:
@@ -120,7 +123,11 @@ def place_media(
     return placed, {
         "images": [file for file, _ in images],
         "videos": [video for video, _ in videos],
-        "sizes": {"image": [size for _, size in images], "video": [size for _, size in videos]},
+        "sizes": {
+            "image": [size for _, size in images],
+            "video": [size for _, size in videos],
+            "fps": [video["fps"] for video, _ in videos],
+        },
     }
 
 
@@ -180,14 +187,16 @@ def open_picture(file: Mapping[str, Any]) -> Any:
 
 def _read_video(source: Any, folder: str) -> tuple[dict[str, Any], list[int]]:
     """A video as a path or as frames; frames, height and width of it, if it has frames."""
-    if isinstance(source, list):
-        if not source:
+    source = {"frames": source, "fps": None} if isinstance(source, list) else source
+    if isinstance(source, Mapping) and "frames" in source:
+        if not source["frames"]:
             raise RowError("a video has no frames")
-        frames = [_read_picture(frame, folder) for frame in source]
+        frames = [_read_picture(frame, folder) for frame in source["frames"]]
         sizes = {tuple(size) for _, size in frames}
         if len(sizes) > 1:
             raise RowError("a video has frames of several sizes")
-        return {"path": None, "frames": [file for file, _ in frames]}, [len(frames), *frames[0][1]]
+        video = {"path": None, "frames": [file for file, _ in frames], "fps": source.get("fps")}
+        return video, [len(frames), *frames[0][1]]
     file = _find_file(source, folder, "video")
     if not file["path"]:
         raise RowError("a video is given as bytes, expected the path of its file, or a list of its frames")
@@ -195,7 +204,7 @@ def _read_video(source: Any, folder: str) -> tuple[dict[str, Any], list[int]]:
         raise RowError(
             f"the video file {file['path']!r} needs a decoder; run: pip install torchcodec, or list its frames"
         )
-    return {"path": file["path"], "frames": []}, []
+    return {"path": file["path"], "frames": [], "fps": None}, []
 
 
 def _find_file(source: Any, folder: str, what: str) -> dict[str, Any]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from PIL import Image
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 from seqtile._compat import tokens_of_media, training_template
@@ -34,15 +36,44 @@ class PictureCollator(DataCollatorForVisionLanguageModeling):
 
     Attributes:
         visual: ids of these tokens.
+        times: tokens of the text between frames, by the number of frames and how many come in a second.
     """
 
     visual: tuple[int, ...] = ()
+    times: dict[tuple[int, float | None], int] = field(default_factory=dict)
 
     def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
-        batch: dict[str, Any] = super().torch_call([_opened(example) for example in examples])
+        settings = {each.name: getattr(self, each.name) for each in fields(DataCollatorForVisionLanguageModeling)}
+        videos = [video for example in examples for video in example["videos"]]
+        if videos and not videos[0]["path"]:
+            # Else frames are sampled as those of a file: of 30 frames of a Qwen3-VL's video 4 are left.
+            metadata = [
+                {"total_num_frames": len(frames), "fps": fps, "frames_indices": [*range(len(frames))]}
+                for frames, fps in ((video["frames"], video["fps"]) for video in videos)
+            ]
+            settings["processor"] = _WithFrames(self.processor, do_sample_frames=False, video_metadata=metadata)
+        collator = DataCollatorForVisionLanguageModeling(**settings)
+        batch: dict[str, Any] = collator.torch_call([_opened(example) for example in examples])
         is_visual = torch.isin(batch["input_ids"], torch.tensor(self.visual, dtype=torch.long))
         batch["labels"] = batch["labels"].masked_fill(is_visual, IGNORED)
         return batch
+
+
+class _WithFrames:
+    """A processor whose chat template takes more arguments for the videos of one batch."""
+
+    def __init__(self, processor: Any, **more: Any) -> None:
+        self._processor, self._more = processor, more
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._processor, name)
+
+    def apply_chat_template(self, messages: Any, **kwargs: Any) -> Any:
+        if "processor_kwargs" in kwargs:
+            kwargs["processor_kwargs"] = {**kwargs["processor_kwargs"], **self._more}
+        else:  # Transformers before 5.4
+            kwargs |= self._more
+        return self._processor.apply_chat_template(messages, **kwargs)
 
 
 def _opened(example: Mapping[str, Any]) -> dict[str, Any]:
@@ -99,7 +130,7 @@ class RowTokens(NamedTuple):
         visual: those that features replace.
         needed: the first so many hold all of the visual ones.
         each: of these, those of the largest frame, or of the largest picture of a row without videos.
-        gap: other tokens from one picture to the next; frames follow each other.
+        gap: other tokens from one picture, or frame, to the next.
         pictures: how many there are.
         frames: of all videos.
     """
@@ -124,22 +155,50 @@ def count_row(row: Mapping[str, Any], collator: PictureCollator) -> RowTokens:
         places = [place for place, token in enumerate(ids) if token in collator.visual]
         each = len(places) // max(1, frames or pictures)
         return RowTokens(len(ids), len(places), max(places, default=-1) + 1, each, 0, pictures, frames)
-    text = processor.apply_chat_template(_parts_everywhere(messages), tokenize=False)
-    ids = processor.tokenizer(text, add_special_tokens=False)["input_ids"]
+    ids = _text_ids(messages, processor)
     places = [place for place, token in enumerate(ids) if token in collator.visual]
     visual = sum(map(sum, counts.values()))
-    extra = visual - pictures - len(sizes["video"])  # each has one token in the text
-    per_frame = [count // max(1, size[0]) for count, size in zip(counts["video"], sizes["video"], strict=True)]
+    times = [_times_of(size[0], fps, collator) for size, fps in zip(sizes["video"], sizes["fps"], strict=True) if size]
+    extra = visual - pictures - len(sizes["video"]) + sum(times)  # each has one token in the text
+    per_frame = [-(-count // max(1, size[0])) for count, size in zip(counts["video"], sizes["video"], strict=True)]
     gap = min((later - place - 1 for place, later in itertools.pairwise(places)), default=0)
     return RowTokens(
         total=len(ids) + extra,
         visual=visual,
         needed=max(places, default=len(ids) - 1) + 1 + extra if visual else 0,
         each=max(per_frame or counts["image"], default=0),
-        gap=0 if frames else gap,
+        gap=_time_of_a_frame(frames, sizes["fps"], collator) if frames else gap,
         pictures=pictures,
         frames=frames,
     )
+
+
+def _text_ids(messages: Sequence[Mapping[str, Any]], processor: Any) -> list[int]:
+    """Token ids of messages before pictures and videos are put into their places."""
+    text = processor.apply_chat_template(_parts_everywhere(messages), tokenize=False)
+    return [*processor.tokenizer(text, add_special_tokens=False)["input_ids"]]
+
+
+def _times_of(frames: int, fps: float | None, collator: PictureCollator) -> int:
+    """Tokens of the text that a processor writes between the frames of a video, such as their times."""
+    key = (frames, fps)
+    if key not in collator.times:
+        messages = [{"role": "user", "content": [{"type": "video"}]}]
+        picture = io.BytesIO()
+        Image.new("RGB", (32, 32)).save(picture, "png")
+        video = {"path": None, "frames": [{"path": None, "bytes": picture.getvalue()}] * frames, "fps": fps}
+        ids = collator([{"messages": messages, "images": [], "videos": [video]}])["input_ids"][0].tolist()
+        written = [token for token in ids if token not in collator.visual]
+        before = [token for token in _text_ids(messages, collator.processor) if token not in collator.visual]
+        collator.times[key] = len(written) - len(before)
+    return collator.times[key]
+
+
+def _time_of_a_frame(frames: int, fps: Sequence[float | None], collator: PictureCollator) -> int:
+    """Tokens of this text for one frame more."""
+    half = max(1, frames // 2)
+    more = _times_of(frames, fps[0], collator) - _times_of(half, fps[0], collator)
+    return -(-more // max(1, frames - half))
 
 
 def _parts_everywhere(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -163,9 +222,9 @@ def count_tokens(row_set: RowSet, collator: PictureCollator, max_length: int | N
     Raises:
         UserError: the first row whose pictures do not fit, with how many would.
     """
-    columns = [name for name in row_set.rows.column_names if name not in ("images", "videos")]
-    needs_files = tokens_of_media(collator.processor, {"image": [[32, 32]], "video": []}) is None
-    rows = row_set.rows if needs_files else row_set.rows.select_columns(columns)
+    rows = row_set.rows
+    if tokens_of_media(collator.processor, {"image": [[32, 32]], "video": []}) is not None:
+        rows = rows.remove_columns(["images", "videos"])  # their files are not looked at
     counts = rows.map(
         _counted_row, fn_kwargs={"collator": collator}, remove_columns=rows.column_names,
         num_proc=processes_for(len(rows)), load_from_cache_file=False, desc="Counting tokens",

@@ -127,6 +127,11 @@ def refuse_beside_pictures(recipe: Recipe, sets: Mapping[str, RowSet], arguments
         raise UserError("packed rows would lose their pictures; drop packing")
     if recipe.streaming:
         raise UserError("rows with pictures cannot be streamed, but their files are read as they train; drop streaming")
+    videos = {bool(size) for row_set in sets.values() for sizes in row_set.rows["sizes"][:] for size in sizes["video"]}
+    if len(videos) > 1:
+        raise UserError(
+            "some videos are files and some are lists of frames, which no processor takes together; use one"
+        )
     if recipe.split > 1:
         raise UserError("rows with pictures cannot be split over processes; drop sp_size and cp_size")
     if recipe.engine == "zero3" or (recipe.engine == "fsdp2" and recipe.lora is None):

@@ -191,7 +191,7 @@ class RowFormat:
         if isinstance(result[asking], str):
             if columns:
                 raise RowError(f"{[*columns][0]!r} need 'messages', or 'prompt' and 'completion' of messages")
-            return {**result, "images": [], "videos": [], "sizes": {"image": [], "video": []}}
+            return {**result, "images": [], "videos": [], "sizes": {"image": [], "video": [], "fps": []}}
         if any(isinstance(message["content"], list) for message in result.get("completion", ())):
             raise RowError("'completion' has a picture or a video; put it into 'prompt'")
         result[asking], media = place_media(result[asking], columns, self.folder)
