@@ -128,6 +128,7 @@ WAYS: dict[str, tuple[Callable[..., Tensor], dict[str, Any] | None, Any]] = {
     "**prompt once, seqtile's tiles**": (together, dict(BEST, checkpoint="layer"), tree_attention),
     "**prompt once, tiles, attention's output saved**": (together, dict(BEST, checkpoint="attention-saved"),
                                                          tree_attention),
+    "**prompt once, chunks of 1,024 tokens**": (together, dict(chunk=1024, checkpoint="layer"), tree_attention),
 }  # fmt: skip
 """Log-probabilities, what :func:`seqtile.apply` does, and the attention of rows with shared prompts."""
 

@@ -535,6 +535,12 @@ def attention_kind(owner: Any) -> str | None:
     return implementation
 
 
+def replaced_attention(owner: Any) -> str | None:
+    """:func:`attention_kind`, of an :class:`OtherAttention` what it replaces."""
+    config = getattr(owner, "config", owner)
+    return config.replaced if isinstance(config, OtherAttention) else attention_kind(config)
+
+
 class OtherAttention:
     """A configuration that names another attention implementation, and is else the original.
 
@@ -547,8 +553,8 @@ class OtherAttention:
 
     @property
     def replaced(self) -> Any:
-        """The implementation that the original names."""
-        return self.original._attn_implementation
+        """The implementation that the original names, behind others of these."""
+        return replaced_attention(self.original)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "original" not in self.__dict__:  # while it is copied or unpickled

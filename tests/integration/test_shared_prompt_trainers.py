@@ -18,6 +18,7 @@ import seqtile
 import tiny_run
 import trainers
 from integration.test_head_trainers import MARGINS, SAMPLED, trajectory
+from numerics.test_chunks import chunks_of
 from seqtile import UserError
 from seqtile.integrations.rl.shared_prompts import score_shared
 from seqtile.integrations.trl import tile_trainer
@@ -86,6 +87,20 @@ def test_one_trajectory(name: str, tiled_first: bool, directory: Path, tmp_path:
     assert expected["grad_norm"].min() > 0
     torch.testing.assert_close(got, expected, rtol=1.3e-5, atol=1e-5)
     assert tokens[1].trained < 0.85 * tokens[0].trained
+
+
+@pytest.mark.parametrize("name", ["GRPO, checkpoints", "DPO, adapters"])
+def test_one_trajectory_in_chunks(name: str, directory: Path, tmp_path: Path) -> None:
+    make, settings, logged = TRAINERS[name]
+    results = []
+    for chunked in (False, True):
+        trainer = make(directory, tmp_path, **settings)
+        if chunked:
+            seqtile.apply(trainer.model, blocks="none", loss="tiled", loss_tile=16, chunk=16)
+            tile_trainer(trainer, loss_tile=16, shared_prompts=True)
+        results.append(trajectory(trainer, *logged))
+    torch.testing.assert_close(results[1], results[0], rtol=1.3e-5, atol=1e-5)
+    assert min(chunks_of(trainer.model)) > 1
 
 
 def scored(model: Any, batch: dict[str, Any]) -> dict[str, torch.Tensor]:

@@ -14,10 +14,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import seqtile
 from numerics._errors import assert_all_no_worse, assert_as_exact_in_bf16
-from numerics.test_chunks import FAMILIES, NO_FLOAT64, ROUNDED_TO_NOTHING, build, in_double
+from numerics.test_chunks import FAMILIES, NO_FLOAT64, ROUNDED_TO_NOTHING, STATES, build, chunks_of, in_double
 from seqtile import UserError
 from seqtile.blocks.instance import TiledForward, installed_forwards
 from seqtile.blocks.layer import TiledLayer
+from seqtile.chunks.segment import ChunkForward
+from seqtile.counting.live import count_live_bytes
 from seqtile.counting.products import count_products
 from seqtile.headwise.install_heads import HeadWise
 from seqtile.ops.attention import piece_kernels
@@ -162,10 +164,11 @@ SINGLES = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("chunk", [None, 2])
 @pytest.mark.parametrize("shortest", [1, 2, 3])
 @pytest.mark.parametrize("family", ["llama", "lfm2", "falcon_h1", "qwen3_5_text"])
-def test_segments_of_one_token(family: str, shortest: int) -> None:
-    """Also behind one another, and with branches behind them."""
+def test_segments_of_one_token(family: str, shortest: int, chunk: int | None) -> None:
+    """Also behind one another, and with branches behind them; a layer with a state runs whole where they continue."""
     row = tree_row(SINGLES, shortest=shortest)
 
     def of_row(model: Any) -> dict[str, Tensor | None]:
@@ -181,6 +184,8 @@ def test_segments_of_one_token(family: str, shortest: int) -> None:
     expected, truth = of_samples(build(family)), in_double(of_samples(build(family, dtype)))
     model = build(family)
     share_prompts(model)
+    if chunk:
+        seqtile.apply(model, blocks="none", chunk=chunk, checkpoint="layer")
     factor = 64.0 if family == "qwen3_5_text" else 4.0  # its states of a few tokens are nearly zero
     assert_all_no_worse(of_row(model), expected, truth, factor=factor, floor=2e-6)
 
@@ -224,6 +229,69 @@ def test_with_every_technique(family: str, number: int, shared_first: bool) -> N
         assert by_heads and all(forward.acted for forward in by_heads)
     if "checkpoint" in settings:
         assert not any("no effect" in note for note in report.notes), report.notes
+
+
+CHUNKED: list[dict[str, Any]] = [
+    dict(chunk=16),
+    dict(chunk=16, segment=2, offload=True),
+    dict(chunk=37, tile=8, blocks="mlp"),
+]
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("number", range(len(CHUNKED)))
+@pytest.mark.parametrize("family", FAMILIES_HERE)
+def test_in_chunks(family: str, number: int) -> None:
+    """Chunks of attention hold parts of several segments; those of a state end with a segment."""
+    expected = apart(build(family))
+    model = build(family)
+    shared_first = number != 1
+    if shared_first:
+        share_prompts(model)
+    seqtile.apply(model, **{"blocks": "none", "checkpoint": "layer", **CHUNKED[number]})
+    if not shared_first:
+        share_prompts(model)
+    got = together(model, row := tree_row(*samples_of(), device=torch.get_default_device()))
+    assert_all_no_worse(got, expected, truth_of(family), factor=FACTORS.get(family, 4.0), floor=2e-6)
+    most, joins = chunks_of(model), family not in STATES
+    fewest = -(-row.tokens // CHUNKED[number]["chunk"])
+    assert len(most) == 4 and (set(most) == {fewest} if joins else min(most) >= fewest), most
+
+
+@pytest.mark.parametrize("family", ["llama", "lfm2"])
+def test_in_chunks_beside_other_calls(family: str) -> None:
+    """Rows without segments run in chunks too, and rows without a gradient are the same."""
+    model, samples = build(family), samples_of()[0]
+    expected = model(input_ids=samples[0][None], labels=samples[0][None], use_cache=False)
+    row = tree_row(*samples_of())
+    share_prompts(model)
+    whole = model(**row.inputs).logits
+    seqtile.apply(model, blocks="none", chunk=16)
+    with torch.no_grad():
+        torch.testing.assert_close(model(**row.inputs).logits, whole)
+    torch.testing.assert_close(model.eval()(**row.inputs).logits, whole)
+    got = model.train()(input_ids=samples[0][None], labels=samples[0][None], use_cache=False)
+    torch.testing.assert_close((got.loss, got.logits), (expected.loss, expected.logits))
+    forwards = [forward for forward in installed_forwards(model) if isinstance(forward, ChunkForward)]
+    assert not any(forward.refused for forward in forwards)
+    assert min(chunks_of(model)) >= row.tokens // 16
+
+
+@pytest.mark.parametrize("family", ["llama", "lfm2"])
+def test_chunks_bound_the_memory_of_a_group(family: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    prompt = torch.randint(3, 61, (500,), generator=generator)
+    samples = [torch.cat([prompt, torch.randint(3, 61, (100,), generator=generator)]) for _ in range(3)]
+    row, peaks = tree_row(samples, [500] * 3), []
+    for chunk in (None, 64):
+        model = build(family)
+        share_prompts(model)
+        seqtile.apply(model, tile=64, loss="tiled", loss_tile=64, chunk=chunk, checkpoint="layer")
+        for _ in range(2):  # the first tries a layer, and makes the gradients
+            with count_live_bytes() as live:
+                model(**row.inputs, labels=row.labels, shift_labels=row.labels).loss.backward()
+        peaks.append(live.peak)
+    assert peaks[1] < 0.7 * peaks[0], peaks
 
 
 @pytest.mark.parametrize("checkpoint", ["layer", "attention-saved"])
@@ -340,15 +408,6 @@ def test_verify(standing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(piece_kernels, "join", lambda output, lse, other, of_other: (output, lse))
     wrong = seqtile.verify_shared_prompts(model, samples, prompts)
     assert not wrong.ok and "DIFFER" in str(wrong)
-
-
-@pytest.mark.parametrize("options", [dict(chunk=64), dict(state=64)], ids=str)
-def test_refused_with(options: dict[str, Any]) -> None:
-    model = build("qwen3_5_text")
-    share_prompts(model)
-    seqtile.apply(model, blocks="none", **options)
-    with pytest.raises(UserError, match=next(iter(options))):
-        model(**tree_row(*samples_of()).inputs)
 
 
 @pytest.mark.parametrize("undone", [False, True])

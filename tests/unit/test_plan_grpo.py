@@ -174,6 +174,7 @@ def test_fake_and_real_steps_of_shared_prompts_are_the_same(
         (1000, 1100, 8, dict(lora=Lora(4), checkpoint="attention-saved")),
         pytest.param(200, 700, 3, dict(batch=2), marks=pytest.mark.slow),
         pytest.param(6000, 6300, 8, dict(tile="auto"), marks=pytest.mark.slow),
+        pytest.param(2000, 2100, 8, dict(tile="auto", loss_tile=256, blocks="none", chunk=256), marks=pytest.mark.slow),
     ],
 )
 def test_a_step_of_shared_prompts_holds_what_is_planned(
@@ -374,7 +375,7 @@ BAD = [
     (["--shared-prompt", "100"], "add --loss grpo or drop it"),
     (["--loss", "grpo", "--shared-prompt", "0"], "expected at least 1"),
     (["--loss", "grpo", "--shared-prompt", "100", "--max-length", "100"], "the length includes the prompt"),
-    (["--loss", "grpo", "--shared-prompt", "100", "--chunk", "64"], "drop chunk"),
+    (["--loss", "grpo", "--shared-prompt", "100", "--state", "64"], "drop state"),
     (["--loss", "grpo", "--recipe", "recipe.yaml"], "which trains causal language models on text"),
 ]
 

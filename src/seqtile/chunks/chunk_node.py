@@ -15,6 +15,7 @@ from seqtile.blocks.layer import tiled_layer
 from seqtile.chunks.layer_cache import view_in_chunks
 from seqtile.chunks.layer_call import ChunkedCall
 from seqtile.engines.flat import ParameterSwap, call_with_weights
+from seqtile.ops.attention.segment_tree import SegmentTable
 from seqtile.ops.rng import Autocast, RandomState
 from seqtile.ops.tile_checkpoint import Changed, State, Weights, run_with_state
 from seqtile.tiling import StateTiles
@@ -63,6 +64,7 @@ def run_segment(
     """
     swap = ParameterSwap(modules)
     begins, starts = _positions(cuts)
+    continues = {} if calls[0].segments is None else _continued(cuts, starts, calls[0].segments)
     tiled = [tiled_layer(module) for module in modules]
     autocast, random = Autocast.of(tensors[0]), _Randoms(modules[0], tensors[0].device)
 
@@ -107,7 +109,9 @@ def run_segment(
         if not keeps_graph():
             drop(calls)
 
-    output = run_with_state(run, tensors, cuts.sizes, cuts.begins, weights, project_again, after_backward, changed)
+    output = run_with_state(
+        run, tensors, cuts.sizes, cuts.begins, weights, project_again, after_backward, changed, continues
+    )
     if calls[0].projects_again:
         drop(calls[:1])
     return output
@@ -122,3 +126,10 @@ def _positions(cuts: StateTiles) -> tuple[list[int], list[int]]:
         starts.append(start)
         start += size
     return begins, starts
+
+
+def _continued(cuts: StateTiles, starts: Sequence[int], segments: SegmentTable) -> dict[int, int]:
+    """For each chunk that begins a segment with a parent: the last chunk of the parent."""
+    last = {start + size: index for index, (start, size) in enumerate(zip(starts, cuts.sizes, strict=True))}
+    parents = {start: parent for start, parent in zip(segments.starts, segments.parents, strict=True) if parent != -1}
+    return {index: last[segments.ends[parents[starts[index]]]] for index in cuts.begins if starts[index] in parents}

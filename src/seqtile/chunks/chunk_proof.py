@@ -14,19 +14,20 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from seqtile._compat import attention_kind, tree_leaves, tree_map
+from seqtile._compat import attention_kind, replaced_attention, tree_leaves, tree_map
 from seqtile.blocks.instance import inside
 from seqtile.chunks.chunk_node import run_segment
 from seqtile.chunks.layer_cache import REPLACED, NotChunkedError
 from seqtile.chunks.layer_call import ChunkedCall
 from seqtile.engines.flat import ParameterSwap, call_with_weights, named_weights
 from seqtile.headwise.install_heads import ulysses_around
+from seqtile.ops.attention.segment_tree import ARGUMENT, SegmentTable
 from seqtile.ops.grad_accumulator import LOW
 from seqtile.ops.rng import Autocast
 from seqtile.state.state_cache import cache_argument
 from seqtile.state.state_proof import TOLERANCE, distance, has_values, without_dropouts
 from seqtile.state.tile_call import OF_DOCUMENTS, forward_of
-from seqtile.tiling import CHUNK_MULTIPLE, StateTiles
+from seqtile.tiling import CHUNK_MULTIPLE, StateTiles, chunk_sizes
 
 TOKENS = 2 * CHUNK_MULTIPLE + 22
 """Tokens of the trial, where the sequence has as many: whole blocks of a delta rule, and a rest."""
@@ -106,7 +107,7 @@ def _autocast(call: ChunkedCall) -> tuple[bool, torch.dtype]:
 
 
 def _try_layer(layer: nn.Module, call: ChunkedCall, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ChunkProof:
-    attentions = {kind for module in layer.modules() if (kind := attention_kind(module)) is not None}
+    attentions = {kind for module in layer.modules() if (kind := replaced_attention(module)) is not None}
     if unreplaced := sorted(attentions - {*REPLACED}):
         return ChunkProof(f"its attention runs as {unreplaced[0]!r}, which chunks do not replace")
     if any(ulysses_around(kind) for kind in attentions):
@@ -131,6 +132,12 @@ def _compare(layer: nn.Module, call: ChunkedCall, args: Sequence[Any], kwargs: M
     tokens, rows = min(TOKENS, call.tokens), min(ROWS, call.batch)
     aligned = tokens == TOKENS
     sizes = (CHUNK_MULTIPLE, CHUNK_MULTIPLE, 22) if aligned else (tokens // 2, tokens - tokens // 2)
+    cuts, segments = StateTiles(sizes), None
+    if call.segments is not None:  # a prompt of several chunks, and two answers
+        segments = SegmentTable((0, tokens // 2, tokens * 3 // 4), (-1, 0, 0), tokens)
+        cuts = chunk_sizes(
+            tokens, 1, CHUNK_MULTIPLE if aligned else max(2, tokens // 4), segments.lengths if call.documents else ()
+        )
     few = _Shortened(call, tokens, rows)
     cache = cache_argument(layer)
     name, position = cache or ("", len(args))
@@ -139,6 +146,8 @@ def _compare(layer: nn.Module, call: ChunkedCall, args: Sequence[Any], kwargs: M
     for key, of_no_padding in (("attention_mask", torch.ones_like), ("position_ids", _from_zero)):
         if isinstance(named.get(key), Tensor) and named[key].dim() == 2:
             named[key] = of_no_padding(named[key])
+    if segments is not None:
+        named[ARGUMENT] = segments
     weights = {f"0.{n}": w.detach().requires_grad_() for n, w in named_weights(layer) if w.requires_grad}
     returned = UNKNOWN
 
@@ -158,7 +167,7 @@ def _compare(layer: nn.Module, call: ChunkedCall, args: Sequence[Any], kwargs: M
         chunked = ChunkedCall(positional, named, cache)
         if chunked.why_whole:
             raise ValueError(chunked.why_whole)
-        result = run_segment([layer], [chunked], chunked.take(), StateTiles(sizes), lambda: weights)
+        result = run_segment([layer], [chunked], chunked.take(), cuts, lambda: weights)
         return next(leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
 
     expected, got = (_gradients(run, few.hidden_states, weights) for run in (whole, in_chunks))

@@ -17,6 +17,7 @@ from seqtile._shallow import view_of
 from seqtile.blocks.instance import Installed
 from seqtile.ops.attention.piece_kernels import default_scale
 from seqtile.ops.attention.prefix import GivenMask, KeyValues, Visible, prefix_attention
+from seqtile.ops.attention.segment_tree import SegmentTable, VisibleInTree
 from seqtile.state.state_cache import CarriedState, Key
 
 CHUNK_ATTENTION = "seqtile_chunks"
@@ -62,6 +63,7 @@ class Attending:
         tokens: of the sequence.
         masks: the layer's arguments ``[B or 1, 1 or H, T, T]``.
         whole: its arguments ``[B, T]``, by the identity of the chunk's slice of each.
+        segments: of a row with shared prompts.
         keys_only: stop at each attention as soon as its keys are stored.
         calls: attention calls so far.
     """
@@ -73,6 +75,7 @@ class Attending:
     tokens: int
     masks: list[Tensor]
     whole: dict[int, Tensor]
+    segments: SegmentTable | None = None
     keys_only: bool = False
     calls: int = 0
 
@@ -131,7 +134,14 @@ def attend(
         raise NotChunkedError("attention dropout is on, and attention in chunks has none")
     if query.shape[2] != key.shape[2]:
         raise NotChunkedError("its attention has more keys than queries")
-    mask, padding = chunk.mask_and_padding(attention_mask)
+    segments = chunk.segments
+    if segments is None:
+        mask, padding = chunk.mask_and_padding(attention_mask)
+    elif attention_mask is None or tuple(attention_mask.shape) == (1, 1, 1, 1):
+        mask = padding = None
+        segments.attended.add((True, module.layer_idx))
+    else:
+        raise NotChunkedError("its attention has a mask of its own")
     if mask is None and not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         raise NotChunkedError("its attention is not causal")
     if kwargs.get("position_bias") is not None:
@@ -147,12 +157,16 @@ def attend(
         store.write(chunk.start, key, value)
         raise KeysStored
     replaced = module.config.replaced  # type: ignore[union-attr]
-    if replaced == "eager" and mask is None:
+    if replaced == "eager" and mask is None and segments is None:
         raise NotChunkedError("its eager attention has no mask, so it is not causal")
     if replaced == "sdpa":  # which takes windows from its mask, and ignores a soft cap and sinks
         softcap = s_aux = None
-    window = sliding_window if mask is None and replaced != "sdpa" else None
-    visible = Visible(chunk.begin, chunk.start, chunk.end, window, mask, padding)
+    visible: Visible
+    if segments is None:
+        window = sliding_window if mask is None and replaced != "sdpa" else None
+        visible = Visible(chunk.begin, chunk.start, chunk.end, window, mask, padding)
+    else:
+        visible = VisibleInTree(0, chunk.start, chunk.end, sliding_window, segments=segments)
     scale = default_scale(query.shape[-1]) if scaling is None else scaling
     output = prefix_attention(
         query, key, value, store, visible, scale=float(scale), softcap=softcap or 0.0, sinks=s_aux

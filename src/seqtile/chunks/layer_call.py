@@ -11,6 +11,7 @@ from seqtile._compat import tree_flatten, tree_unflatten
 from seqtile.blocks.layer import TiledLayer
 from seqtile.chunks.layer_cache import Attending, ChunkCache, KeysStored, NotChunkedError, attending
 from seqtile.ops.attention.prefix import KeyValues
+from seqtile.ops.attention.segment_tree import ARGUMENT, SegmentTable
 from seqtile.ops.tile_checkpoint import State
 from seqtile.state.state_cache import Key
 from seqtile.state.tile_call import DOCUMENTS, OF_DOCUMENTS
@@ -23,20 +24,22 @@ class ChunkedCall:
         args: by position; the first floating tensor ``[B, T, D]`` of the call is the hidden states.
         kwargs: by name.
         cache: name and position of the argument that takes the cache; None where the layer has none.
+        has_state: whether the layer hands a state on, so that no chunk holds parts of two segments.
         reads_starts: whether the layer reads where documents begin (``cu_seq_lens_q``, ``seq_idx``), as states do.
         reads_positions: whether a document begins where positions start again, as flash attention takes them.
 
     Attributes:
         hidden_states: the hidden states, until they are taken.
         extra: how many other arguments ``[B, T, ...]`` require a gradient.
-        documents: lengths of the documents that the sequence holds; empty where the call names none.
+        documents: lengths of the parts of the sequence that no chunk joins, documents or segments; may be empty.
+        segments: of a row with shared prompts.
         masks: arguments ``[B or 1, 1 or H, T, T]``.
         why_whole: why the call cannot be cut, or "".
     """
 
     def __init__(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], cache: tuple[str, int] | None, *,
-        reads_starts: bool = False, reads_positions: bool = False,
+        has_state: bool = False, reads_starts: bool = False, reads_positions: bool = False,
     ) -> None:  # fmt: skip
         args, kwargs = list(args), dict(kwargs)
         self._cache, position = cache or ("", len(args))
@@ -47,6 +50,7 @@ class ChunkedCall:
         if kwargs.get("use_cache"):
             kwargs["use_cache"] = False
         starts = {name: kwargs.pop(name) for name in OF_DOCUMENTS if name in kwargs}
+        self.segments: SegmentTable | None = kwargs.pop(ARGUMENT, None)
         self._leaves, self._spec = tree_flatten((args, kwargs))
         self.why_whole, self.documents = "", tuple[int, ...]()
         self.masks: list[Tensor] = []
@@ -69,7 +73,12 @@ class ChunkedCall:
         for number, leaf in tensors:
             if number != first:
                 self._sort(number, leaf)
-        if reads_starts or reads_positions:
+        if (segments := self.segments) is not None:
+            if has_state:
+                self.documents = segments.lengths
+            if (self.batch, self.tokens) != (1, segments.tokens):
+                self.why_whole = f"its hidden states are not one row of {segments.tokens} tokens"
+        elif reads_starts or reads_positions:
             self._read_documents(starts, kwargs.get("position_ids") if reads_positions else None)
 
     def _sort(self, number: int, leaf: Tensor) -> None:
@@ -158,12 +167,18 @@ class ChunkedCall:
         for number, tensor in zip(self._given, given, strict=True):
             leaves[number] = tensor
         args, kwargs = tree_unflatten(leaves, self._spec)
-        cache = ChunkCache(dict(zip(self._keys, state, strict=False)), start)
+        position = start
+        if self.segments is not None:
+            number = self.segments.number_of(start)
+            position += self.segments.positions[number] - self.segments.starts[number]
+        cache = ChunkCache(dict(zip(self._keys, state, strict=False)), position)
         if self._cache_at is not None:
             args[self._cache_at] = cache
         elif self._cache:
             kwargs[self._cache] = cache
-        chunk = Attending(self.stores, begin, start, start + tokens, self.tokens, self.masks, wholes, keys_only)
+        chunk = Attending(
+            self.stores, begin, start, start + tokens, self.tokens, self.masks, wholes, self.segments, keys_only
+        )
         with attending(chunk):
             try:
                 result = tiles.together(args, kwargs, view) if tiles else type(view).forward(view, *args, **kwargs)

@@ -14,11 +14,11 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from seqtile._compat import (
     CHECKPOINT_FUNCTION,
-    attention_kind,
     captures_by_forward,
     captures_nothing,
     checkpoints_in_forward,
     forward_pre_hooks_of,
+    replaced_attention,
 )
 from seqtile._errors import UserError
 from seqtile.blocks.instance import Installed, inside_a_tile
@@ -152,7 +152,12 @@ class ChunkForward(Installed):
             segment.take()  # of a forward that ended in an error
         flash = self.chunk.attends and self._is_flash()
         call = ChunkedCall(
-            args, kwargs, self.cache, reads_starts=flash or not self.chunk.attends, reads_positions=flash
+            args,
+            kwargs,
+            self.cache,
+            has_state=not self.chunk.attends,
+            reads_starts=flash or not self.chunk.attends,
+            reads_positions=flash,
         )
         before = self.proofs.recording  # the segment that recorded last
         if before not in (None, segment) and before.recorded and before.hidden_states is call.hidden_states:
@@ -173,11 +178,15 @@ class ChunkForward(Installed):
             return self._whole("its attention mask lets tokens see later chunks", args, kwargs)
         if any(given_mask(mask).hides_all for mask in call.masks):
             return self._whole("its attention mask has rows without a visible token", args, kwargs)
+        if _decodes(call, cuts):
+            return self._whole("a segment of one token begins with a state, as a decoding step does", args, kwargs)
         self.called, self.acted = True, self.acted or len(cuts.sizes) > 1
         self.most_tiles = max(self.most_tiles, len(cuts.sizes))
         self.most_tokens = max(self.most_tokens, call.batch * call.tokens)
         if alone and len(cuts.sizes) == 1 and checkpointed and not reduces_as_they_arrive(module.parameters()):
             return self.original(*args, **kwargs)
+        if call.segments is not None:  # states reach the segments by the chunks' cache
+            call.segments.attended |= {(False, m.layer_idx) for m in module.modules() if hasattr(m, "layer_idx")}
         segment.hidden_states, self.proofs.recording = hidden_states, segment
         segment.recorded.append((self, call))
         if not alone and position < segment.layers - 1:
@@ -187,7 +196,7 @@ class ChunkForward(Installed):
 
     def _is_flash(self) -> bool:
         """Whether its attention keeps packed documents apart by their positions and ends."""
-        kinds = {attention_kind(module) for module in self.module.modules()}
+        kinds = {replaced_attention(module) for module in self.module.modules()}
         return any(kind is not None and kind.startswith("flash") for kind in kinds)
 
     def _cuts(self, calls: Sequence[ChunkedCall]) -> StateTiles:
@@ -249,6 +258,14 @@ def _reaches(call: ChunkedCall, cuts: StateTiles) -> bool:
     """Whether some token sees one of a later chunk."""
     ranges = [(start, start + size) for start, size in tile_ranges(cuts.sizes)]
     return any(given_mask(mask).reaches(*queries) for mask in call.masks for queries in ranges)
+
+
+def _decodes(call: ChunkedCall, cuts: StateTiles) -> bool:
+    """Whether a chunk of a single token begins with a state."""
+    if call.segments is None or not call.documents:
+        return False
+    parents = dict(zip(call.segments.starts, call.segments.parents, strict=True))
+    return any(size == 1 and parents[start] != -1 for start, size in tile_ranges(cuts.sizes))
 
 
 def _why_not_without(cache: Any, layer: nn.Module) -> str:

@@ -44,6 +44,8 @@ State = tuple[Tensor, ...]
 NO_TENSORS: Mapping[str, Tensor] = {}
 """A dict: dynamo cannot read a mapping proxy once the traced code has changed any dict."""
 
+NO_TILES: Mapping[int, int] = {}
+
 RunWithState = Callable[[Sequence[Tensor], Mapping[str, Tensor], State, int], tuple[Any, State]]
 
 
@@ -121,6 +123,7 @@ def run_with_state(
     before_backward: Callable[[Sequence[Tensor]], None] | None = None,
     after_backward: Callable[[], None] | None = None,
     changed: Changed = str,
+    continues: Mapping[int, int] = NO_TILES,
 ) -> Any:
     """Compute a layer that carries a state along the sequence, one tile of the sequence at a time.
 
@@ -138,6 +141,7 @@ def run_with_state(
         weights, changed: as for :func:`run_in_tiles`.
         before_backward: called with ``tensors`` before the first tile of a backward is recomputed.
         after_backward: called after the last tile's backward.
+        continues: by number of a tile: the earlier one whose state it gets, where that is not the one before it.
 
     Returns:
         The outputs of ``run``, joined along dimension 1.
@@ -161,6 +165,7 @@ def run_with_state(
         before_backward=before_backward,
         after_backward=after_backward,
         changed=changed,
+        continues=continues,
     )
 
 
@@ -173,22 +178,42 @@ def run_with_cuts(
     before_backward: Callable[[Sequence[Tensor]], None] | None = None,
     after_backward: Callable[[], None] | None = None,
     changed: Changed = str,
+    continues: Mapping[int, int] = NO_TILES,
 ) -> Any:
     """:func:`run_with_state` where ``cuts`` say what a tile is, and how the outputs of tiles go back together."""
     live = weights() if torch.is_grad_enabled() else {}
     if not torch.is_grad_enabled() or not any(t.requires_grad for t in (*tensors, *live.values())):
-        return _run_without_gradient(run, tensors, cuts, begins)
+        return _run_without_gradient(run, tensors, cuts, _StatesOfTiles(begins, continues))
     return _run_with_gradient(
         run,
         tensors,
         cuts,
         weights,
         live,
-        begins,
+        _StatesOfTiles(begins, continues),
         before_backward=before_backward,
         after_backward=after_backward,
         changed=changed,
     )
+
+
+class _StatesOfTiles:
+    """The states that tiles have left and later ones begin with."""
+
+    def __init__(self, begins: Collection[int] = (), continues: Mapping[int, int] = NO_TILES) -> None:
+        self._begins, self._continues = begins, continues
+        self._left: dict[int, State] = {}
+
+    def before(self, index: int) -> State:
+        """The state that a tile begins with."""
+        if index in self._continues:
+            return self._left[self._continues[index]]
+        return () if index in self._begins or not index else self._left[index - 1]
+
+    def keep(self, index: int, state: State) -> None:
+        """Keep the state after a tile, and of those before it what further tiles begin with."""
+        needed = {earlier for later, earlier in self._continues.items() if later > index}
+        self._left = {earlier: left for earlier, left in self._left.items() if earlier in needed} | {index: state}
 
 
 def _without_state(run: RunTiles) -> RunWithState:
@@ -196,14 +221,15 @@ def _without_state(run: RunTiles) -> RunWithState:
 
 
 def _run_without_gradient(
-    run: RunWithState, tensors: Sequence[Tensor], cuts: Cuts, begins: Collection[int] = (),
+    run: RunWithState, tensors: Sequence[Tensor], cuts: Cuts, states: _StatesOfTiles | None = None,
     computed: Mapping[str, Tensor] = NO_TENSORS,
 ) -> Any:  # fmt: skip
     rows = cuts.rows(tensors)  # [N, D_i] each; along a sequence [B, T, ...]
     output = cuts.outputs()
-    state: State = ()
+    states = states or _StatesOfTiles()
     for index in range(len(cuts.sizes)):
-        result, state = run(cuts.tiles(rows, index), computed, () if index in begins else state, index)
+        result, state = run(cuts.tiles(rows, index), computed, states.before(index), index)
+        states.keep(index, state)
         output.write(index, result)
     output.finish()
     return output.result(output.buffers)
@@ -215,7 +241,7 @@ def _run_with_gradient(
     cuts: Cuts,
     weights: Weights,
     live: Mapping[str, Tensor],
-    begins: Collection[int] = (),
+    states: _StatesOfTiles | None = None,
     computed: Mapping[str, Tensor] = NO_TENSORS,
     before_backward: Callable[[Sequence[Tensor]], None] | None = None,
     after_backward: Callable[[], None] | None = None,
@@ -260,20 +286,21 @@ def _run_with_gradient(
             same.settle(live)
         return result
 
-    state: State = ()
+    states = states or _StatesOfTiles()
     last_index = len(cuts.sizes) - 1  # backward begins with it
     compares = False
     try:
         for index in range(len(cuts.sizes)):
             # The identity hooks hide the tile's own bookkeeping from a checkpoint around the layer, which would
             # otherwise have to recompute every tile but the last to get it back. The anchor carries the device.
-            entering = () if index in begins else state
+            entering = states.before(index)
             with saved_tensors_hooks(_same, _same), _stopping_early():
                 result, state = checkpoint(run_tile, index, anchor, *entering, use_reentrant=False, early_stop=True)
             leaves = output.write(index, result)
             source.token = _Put.apply(gradients, source, index, source.token, *leaves)  # type: ignore[no-untyped-call]
-            del result, leaves, entering
-        del state
+            states.keep(index, state)
+            del result, leaves, entering, state
+        del states
         compares = not changed()  # a block that counts its calls changes itself
     finally:
         last = source.end_forward()

@@ -154,8 +154,7 @@ def check_shared(request: Request, max_length: int | None) -> None:
         raise UserError(
             f"got max length {max_length:,} with shared prompts of {prompt:,} tokens; the length includes the prompt"
         )
-    split = "cp_size" * (request.cp_size > 1)
-    if setting := split or next((name for name in ("chunk", "state") if getattr(options, name) is not None), ""):
+    if setting := "cp_size" * (request.cp_size > 1) or "state" * (options.state is not None):
         raise UserError(f"shared prompts do not run with {setting}; drop {setting}")
 
 

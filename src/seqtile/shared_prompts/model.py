@@ -23,7 +23,7 @@ from seqtile._errors import UserError
 from seqtile._stand_in import ForwardStandIn
 from seqtile.blocks.instance import installed_forwards
 from seqtile.ops.attention.piece_kernels import default_scale
-from seqtile.ops.attention.segment_tree import SegmentTable, tree_attention
+from seqtile.ops.attention.segment_tree import ARGUMENT, SegmentTable, tree_attention
 from seqtile.recognise.decoder_layers import ATTENTION_MIXER, decoder_layers
 from seqtile.recognise.known_code import is_known
 from seqtile.state.state_cache import cache_argument
@@ -34,9 +34,6 @@ from seqtile.state.tile_call import TileCall
 TREE_ATTENTION = "seqtile_shared_prompts"
 """Name of the attention function in Transformers' registry."""
 
-ARGUMENT = "shared_prompts"
-"""Keyword argument that carries the segments."""
-
 LAYER_TYPES = {"full_attention", "sliding_attention", "linear_attention", "conv", "mamba", "hybrid"}
 """Kinds of layers, as a configuration names them, that :func:`share_prompts` accepts; each state is proven besides."""
 
@@ -46,10 +43,10 @@ def share_prompts(model: nn.Module) -> SharedPrompts:
 
     ``model(**row.inputs)``, or its trunk called so, returns hidden states or logits ``[1, T, ...]`` of the row's
     different tokens, equal to those of one row per sample; so are gradients. Every other call runs as before, on the
-    attention that the model's configuration names, but layers with ``chunk`` run whole. Works in any order with
-    :func:`seqtile.apply`: tiles, tiled loss, activation checkpoints of every kind, offload and ``heads``; ``chunk`` and
-    ``state`` are refused at the first row. Where frequencies of rotary embeddings follow the longest sequence of a call
-    (longrope, dynamic), the longest sample sets those of all, as in a padded batch.
+    attention that the model's configuration names. Works in any order with :func:`seqtile.apply`: tiles, tiled loss,
+    activation checkpoints of every kind, offload, ``heads`` and ``chunk``; ``state`` is refused at the first row. Where
+    frequencies of rotary embeddings follow the longest sequence of a call (longrope, dynamic), the longest sample sets
+    those of all, as in a padded batch.
 
     Args:
         model: a language model of Transformers, PEFT's wrapper or not; changed in place.
@@ -212,8 +209,8 @@ class TreeCalls(OwnHooks):
             return
         segments.attended.clear()
         for forward in installed_forwards(trunk):
-            if (option := forward.technique) in ("chunk", "state"):
-                raise UserError(f"shared prompts do not run with {option}=; drop {option}")
+            if forward.technique == "state":
+                raise UserError("shared prompts do not run with state=; drop state")
 
     def after(self, trunk: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         """After it."""

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from seqtile._errors import UserError
 from seqtile._log import first_rank_logger
 from seqtile.lm_loss.tiled_loss import find_causal_lms
-from seqtile.ops.attention.segment_tree import SegmentTable
+from seqtile.ops.attention.segment_tree import ARGUMENT, SegmentTable
 from seqtile.ops.lm_loss.kept_tokens import IGNORED
-from seqtile.shared_prompts.model import ARGUMENT, SharedPrompts, TreeHooks, remove_sharing, share_prompts
+from seqtile.shared_prompts.model import SharedPrompts, TreeHooks, remove_sharing, share_prompts
 from seqtile.shared_prompts.rows import SHORTEST_PREFIX, TreeRow, no_mask, tree_row
 
 logger = first_rank_logger(__name__)

@@ -8,7 +8,9 @@ are joined by their log-sum-exp, in the forward and in the backward (:mod:`seqti
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -22,6 +24,9 @@ from seqtile.ops.attention.prefix import KEYS_AT_ONCE, MASKED_KEYS, Visible
 from seqtile.ops.grad_accumulator import LOW
 from seqtile.ops.rng import Autocast
 from seqtile.ops.token_tiles import refuse_second_derivative
+
+ARGUMENT = "shared_prompts"
+"""Keyword argument of a model, its layers and their attention that carries the segments."""
 
 
 class SegmentTable:
@@ -61,6 +66,11 @@ class SegmentTable:
         return (*self.starts[1:], self.tokens)
 
     @cached_property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each segment."""
+        return tuple(end - start for start, end in zip(self.starts, self.ends, strict=True))
+
+    @cached_property
     def below(self) -> tuple[int, ...]:
         """One beyond the last token of everything that continues each segment, however indirectly."""
         ends = list(self.ends)
@@ -97,6 +107,10 @@ class SegmentTable:
         for first in range(start, end, self.at_once):
             yield slice(first, min(first + self.at_once, end))
 
+    def number_of(self, token: int) -> int:
+        """The segment that a token of the row is in."""
+        return bisect_right(self.starts, token) - 1
+
     def path(self, number: int) -> list[int]:
         """The segments from the root to this one."""
         path = [number]
@@ -111,6 +125,35 @@ class SegmentTable:
             low, high = max(first, begin), min(last, begin + self.ends[segment] - start)
             if low < high:
                 yield slice(low - first, high - first), slice(start + low - begin, start + high - begin)
+
+
+@dataclass(frozen=True)
+class VisibleInTree(Visible):
+    """Which keys the queries of a part of a row see: of their segment and of those that it continues.
+
+    Attributes:
+        segments: of the row.
+    """
+
+    segments: SegmentTable = field(kw_only=True)
+
+    def query_ranges(self) -> Iterator[tuple[int, int]]:
+        segments, start = self.segments, self.start
+        while start < self.end:
+            end = min(self.end, segments.ends[segments.number_of(start)])
+            yield from Visible(0, start, end, self.window).query_ranges()
+            start = end
+
+    def pieces(
+        self, first: int, last: int, like: Tensor, *, at_once: int
+    ) -> Iterator[tuple[int, int, bool, Tensor | None]]:
+        segments, number = self.segments, self.segments.number_of(first)
+        position = segments.positions[number] - segments.starts[number]
+        first, last = first + position, last + position
+        in_sample = Visible(0, first, last, self.window)
+        for low, high, causal, bias in in_sample.pieces(first, last, like, at_once=at_once):
+            for part, keys in segments.rows_of(number, low, high):
+                yield keys.start, keys.stop, causal, None if bias is None else bias[..., part]
 
 
 def tree_attention(
@@ -270,17 +313,16 @@ _Pieces = Iterator[tuple[slice, list[tuple[slice, Piece]]]]
 
 def _windowed_pieces(segments: SegmentTable, window: int | None, scale: float, softcap: float, like: Tensor) -> _Pieces:
     """(queries, [(keys, piece)]) for all queries of the row, a few at a time."""
-    for number, (start, end) in enumerate(zip(segments.starts, segments.ends, strict=True)):
-        position = segments.positions[number]
-        for begin in range(position, position + end - start, MASKED_KEYS):
-            visible = Visible(0, begin, min(begin + MASKED_KEYS, position + end - start), window)
-            for first, last in visible.query_ranges():
-                pieces = []
-                for low, high, causal, bias in visible.pieces(first, last, like, at_once=MASKED_KEYS):
-                    for part, keys in segments.rows_of(number, low, high):
-                        of_part = None if bias is None else bias[..., part]
-                        pieces.append((keys, Piece(scale, causal, of_part, softcap)))
-                yield slice(start + first - position, start + last - position), pieces
+    for start in range(0, segments.tokens, MASKED_KEYS):
+        visible = VisibleInTree(0, start, min(start + MASKED_KEYS, segments.tokens), window, segments=segments)
+        for first, last in visible.query_ranges():
+            yield (
+                slice(first, last),
+                [
+                    (slice(low, high), Piece(scale, causal, bias, softcap))
+                    for low, high, causal, bias in visible.pieces(first, last, like, at_once=MASKED_KEYS)
+                ],
+            )
 
 
 def _windowed_results(
