@@ -246,7 +246,20 @@ def first_token(batch: dict[str, torch.Tensor]) -> None:
     batch["labels"][2, 4:40] = batch["input_ids"][2, 4:40]
 
 
-@pytest.mark.parametrize("change", [not_its_token, on_padding, first_token], ids=lambda change: change.__name__)
+def hole_in_an_answer(batch: dict[str, torch.Tensor]) -> None:
+    """As a tool's output that is masked out: the tokens behind it keep their positions."""
+    batch["attention_mask"][1, 43:46] = 0
+    batch["labels"][1, 43:47] = -100
+
+
+def hole_in_the_prompt(batch: dict[str, torch.Tensor]) -> None:
+    batch["attention_mask"][:4, 10:14] = 0
+
+
+CHANGES = [not_its_token, on_padding, first_token, hole_in_an_answer, hole_in_the_prompt]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_batches_that_run_as_they_are(
     change: Callable[[dict[str, torch.Tensor]], None], directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from seqtile._errors import UserError
 from seqtile._log import first_rank_logger
@@ -142,6 +143,8 @@ def fold_batch(input_ids: Tensor, attention_mask: Tensor | None, labels: Tensor)
     real = torch.ones_like(ids, dtype=torch.bool) if attention_mask is None else attention_mask.cpu().bool()
     if not real.any(-1).all():
         return "a sample of the batch has no token"
+    if (F.pad(real.long(), (1, 1)).diff().abs().sum(-1) > 2).any():
+        return "a sample of the batch has masked tokens in its middle"
     kept = targets[:, 1:] != IGNORED
     if (kept & ((targets != ids) | ~real)[:, 1:]).any():
         return "a label of the batch is not the token in its place"
