@@ -541,6 +541,18 @@ def replaced_attention(owner: Any) -> str | None:
     return config.replaced if isinstance(config, OtherAttention) else attention_kind(config)
 
 
+def ulysses_around(attention: str | None) -> Any:
+    """DeepSpeed's Ulysses where it has taken the attention function of this name, else None."""
+    module = sys.modules.get("deepspeed.runtime.sequence_parallel.ulysses_sp")
+    if module is None:
+        return None
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    function = ALL_ATTENTION_FUNCTIONS.get(attention, None)
+    contents = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+    return next((value for value in contents if isinstance(value, module.UlyssesSPAttentionHF)), None)
+
+
 class OtherAttention:
     """A configuration that names another attention implementation, and is else the original.
 

@@ -209,3 +209,10 @@ def test_marks_of_deepspeed() -> None:
     module.__dict__[_compat.LEAF] = True
     is_leaf = import_module("deepspeed.utils.z3_leaf_module").z3_leaf_module
     assert is_leaf(module) and not is_leaf(nn.Identity())
+
+
+def test_the_attention_function_of_ulysses_refers_to_its_object() -> None:
+    ulysses_sp = pytest.importorskip("deepspeed.runtime.sequence_parallel.ulysses_sp")
+    register = ulysses_sp.UlyssesSPAttentionHF.register_with_transformers
+    function = next(code for code in register.__code__.co_consts if getattr(code, "co_freevars", ()))
+    assert "uattn" in function.co_freevars and "uattn" in register.__code__.co_cellvars

@@ -10,6 +10,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 import seqtile
@@ -348,6 +349,36 @@ def test_what_runs_all_heads_at_once_says_so(caplog: pytest.LogCaptureFixture) -
     seqtile.undo(model)
     assert torch.equal(written, model.generate(tokens(1, 4), max_new_tokens=3, do_sample=False))
     assert not caplog.text
+
+
+def test_ulysses_keeps_its_own_attention_after_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its attention is replaced between its exchanges only: its object belongs to DeepSpeed and outlives the model."""
+    ulysses_sp = pytest.importorskip("deepspeed.runtime.sequence_parallel.ulysses_sp")
+    heads_seen = []
+
+    def attention(module: nn.Module, query: Tensor, *args: Any, **kwargs: Any) -> Any:
+        heads_seen.append(query.shape[1])
+        return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, *args, **kwargs)
+
+    class OneRank(ulysses_sp.UlyssesSPAttentionHF):
+        """Ulysses of one rank, which has nothing to exchange."""
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return self.attn(*args, **kwargs)
+
+    ulysses = OneRank.__new__(OneRank)
+    nn.Module.__init__(ulysses)
+    ulysses.attn = attention
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "ulysses", lambda *args, **kwargs: ulysses(*args, **kwargs))
+    model = model_with(how="checkpoint")
+    model.config._attn_implementation_internal = "ulysses"  # its setter takes no name that it does not know
+    batch = batches()["two tokens"]
+    expected = gradients(model, batch)
+    heads_seen.clear()
+    seqtile.apply(model, heads=1)
+    torch.testing.assert_close(gradients(model, batch), expected)
+    assert heads_seen and max(heads_seen) < model.config.num_attention_heads
+    assert ulysses.attn is attention
 
 
 @pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])

@@ -7,7 +7,6 @@ before attention, the norm runs in the same node, so that no copy of the whole h
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import BuiltinFunctionType
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from seqtile._compat import CACHE_ARGUMENTS, HOOKS_OF_ALL, attention_kind, hook_on_every_module
+from seqtile._compat import CACHE_ARGUMENTS, HOOKS_OF_ALL, attention_kind, hook_on_every_module, ulysses_around
 from seqtile._errors import UserError
 from seqtile._log import first_rank_logger
 from seqtile._technique import Left, TechniqueResult
@@ -99,7 +98,14 @@ class HeadWise(Installed):
             cuts = self._passes(hidden_states, norm, (*positional, *named.values()), named)
         if not cuts:
             normed = norm(hidden_states) if norm is not None else hidden_states
-            return self.original(normed, *positional, **named)
+            ulysses = None if torch.compiler.is_compiling() else ulysses_around(attention_kind(self.module))
+            if ulysses is None:
+                return self.original(normed, *positional, **named)
+            attention, ulysses.attn = ulysses.attn, _AfterExchange(ulysses.attn)
+            try:
+                return self.original(normed, *positional, **named)
+            finally:
+                ulysses.attn = attention  # DeepSpeed's object outlives the model
         return self._in_passes(hidden_states, norm, positional, named, cuts)
 
     def _passes(
@@ -136,9 +142,7 @@ class HeadWise(Installed):
             self._tell(reason)
             return ()
         self.check(*(() if norm is None else [("the norm before it", norm)]))
-        if ulysses := ulysses_around(attention):
-            if not isinstance(ulysses.attn, _AfterExchange):  # what Ulysses calls after its exchange, group by group
-                ulysses.attn = _AfterExchange(ulysses.attn)
+        if ulysses_around(attention):
             return ()
         shape, per_pass = self.heads.shape, self.heads.per_pass
         if isinstance(per_pass, str):
@@ -243,18 +247,6 @@ def _sliced(value: Any, cut: HeadGroup, shape: HeadShape) -> Any:
     if isinstance(value, Tensor) and value.dim() == 4 and value.shape[1] == shape.query > 1:
         return cut.of(value, 1)
     return value
-
-
-def ulysses_around(attention: str | None) -> Any:
-    """DeepSpeed's Ulysses where it has taken the attention function of ``kind``, else None."""
-    if "deepspeed.runtime.sequence_parallel.ulysses_sp" not in sys.modules:
-        return None
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    ulysses = sys.modules["deepspeed.runtime.sequence_parallel.ulysses_sp"].UlyssesSPAttentionHF
-    function = ALL_ATTENTION_FUNCTIONS.get(attention, None)
-    cells = getattr(function, "__closure__", None) or ()
-    return next((cell.cell_contents for cell in cells if isinstance(cell.cell_contents, ulysses)), None)
 
 
 class _AfterExchange:

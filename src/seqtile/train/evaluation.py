@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 
-from seqtile._compat import attention_kind
+from seqtile._compat import attention_kind, ulysses_around
 from seqtile._errors import RunError
-from seqtile.headwise.install_heads import ulysses_around
 from seqtile.ops.lm_loss.kept_tokens import IGNORED
 
 
