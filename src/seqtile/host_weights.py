@@ -277,6 +277,7 @@ class HostWeights(Watched):
         super().__init__(module)
         self.stream: WeightStream | None = None
         self.hooks: list[Any] = []
+        self.none_is_frozen = False
         self.left: Counter[str] = Counter()  # tensors of the layers that stay on the device, by kind
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HostWeights:
@@ -354,12 +355,12 @@ class HostWeights(Watched):
         holders = Counter(weight for layer in modules for weight in {*layer.parameters()})
         outside = Counter(weight for part in module.modules() for weight in part.parameters(recurse=False))
         matrices = [[weight for weight in layer.parameters() if weight.dim() >= 2] for layer in modules]
-        none_is_frozen = all(weight.requires_grad for layer in matrices for weight in layer)  # adapters will come
+        self.none_is_frozen = all(weight.requires_grad for layer in matrices for weight in layer)  # adapters will come
         chosen: list[list[Tensor]] = []
         for layer_weights in matrices:
             kept = []
             for weight in layer_weights:
-                if weight.requires_grad and not none_is_frozen:
+                if weight.requires_grad and not self.none_is_frozen:
                     continue
                 shared = holders[weight] > 1 or outside[weight] > 1
                 why = "shared" if shared else "" if _can_move(weight) else type(weight).__name__
@@ -426,6 +427,7 @@ class HostWeights(Watched):
         return (
             f"weights of {len(self.stream.layers)} layers on the host ({self.host_bytes / 2**30:.3g} GiB)"
             + f"; left on the device: {left}" * bool(left)
+            + "; all of them train now: add adapters before the first step" * self.none_is_frozen
         )
 
     def without_effect(self) -> list[str]:

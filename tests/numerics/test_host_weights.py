@@ -566,10 +566,13 @@ def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_weights_that_train_are_refused_at_the_first_step() -> None:
+    """Adapters may be added after apply, whose report says that they must be."""
     model = causal_lm("llama", use_cache=False)
-    seqtile.apply(model, offload="weights")
+    report = seqtile.apply(model, offload="weights")
+    assert "all of them train" in report.done["weights"]
     with pytest.raises(seqtile.UserError, match="add adapters"):
         step(model)
+    assert "train" not in seqtile.apply(adapted(), offload="weights").done["weights"]
 
 
 def test_the_host_is_asked_before_anything_moves(monkeypatch: pytest.MonkeyPatch) -> None:
