@@ -51,6 +51,17 @@ def test_answers_without_importing_torch(arguments: list[str]):
     assert result.returncode == (2 if arguments[-1] == "--tile" else 0)
 
 
+@pytest.mark.parametrize(
+    ("command", "flag"), [("train", "--output"), ("plan", "--model"), ("verify", "--lora"), ("train", "--nodes")]
+)
+def test_a_flag_without_its_value_is_named_with_its_command(
+    command: str, flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, flag]) == 2
+    sentence = capsys.readouterr().err
+    assert f"{flag}' requires" in sentence and f"see seqtile {command} --help" in sentence
+
+
 def test_refusing_a_recipe_needs_no_torch(tmp_path: Path):
     (tmp_path / "recipe.yaml").write_text("stepz: 3\n")
     code = (

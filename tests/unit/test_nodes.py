@@ -125,6 +125,17 @@ def test_the_command_refuses_before_it_waits(
     assert told in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.skipif(find_spec("trl") is None, reason="trl is not installed: it comes with seqtile[train]")
+@pytest.mark.parametrize("flag", ["--nodes", "--node-rank", "--rendezvous", "--wait-nodes"])
+def test_under_a_launcher_each_flag_of_nodes_is_refused_as_the_launchers(
+    flag: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["train", flag, "1"]) == USER_ERROR
+    assert f"got {flag} under a launcher" in " ".join(capsys.readouterr().err.split())
+
+
 class Rank:
     """One of two ranks, whose gather finds what the other one has given."""
 

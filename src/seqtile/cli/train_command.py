@@ -146,7 +146,7 @@ def _find_nodes(flags: TrainFlags, launched: bool) -> Nodes | None:
     from seqtile.train.nodes import find_nodes
 
     if launched:
-        for name in ("nodes", "node_rank", "rendezvous"):
+        for name in ("nodes", "node_rank", "rendezvous", "wait_nodes"):
             if getattr(flags, name) is not None:
                 flag = f"--{name.replace('_', '-')}"
                 raise UserError(f"got {flag} under a launcher, which sets the nodes itself; drop {flag}")

@@ -26,12 +26,12 @@ class OneSentence(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         """Parse a command's flags, and run it."""
-        with _one_sentence():
+        with _one_sentence(ctx):
             return super().invoke(ctx)
 
 
 @contextmanager
-def _one_sentence() -> Iterator[None]:
+def _one_sentence(root: Any = None) -> Iterator[None]:
     try:
         yield
     except _UsageError as usage_error:
@@ -39,7 +39,8 @@ def _one_sentence() -> Iterator[None]:
         if type(error).__name__ == "NoArgsIsHelpError":  # which prints the help
             raise
         context = getattr(error, "ctx", None)
-        path = "seqtile" if context is None else context.command_path
+        command = getattr(root, "invoked_subcommand", None)  # the parser of its flags names no context
+        path = f"seqtile {command or ''}".strip() if context is None else context.command_path
         if type(error).__name__ == "NoSuchOption":
             raise UserError(_unknown(str(error.option_name), path, context)) from None
         message = error.format_message().strip().rstrip(".").replace(". Did you", ", did you")
