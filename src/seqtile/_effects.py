@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -81,6 +82,9 @@ class Watched(StandIn):
     looks_while_compiling = False
     """Whether effects are known once torch.compile has traced the forward, which then runs no hook."""
 
+    paused: ClassVar[bool] = False
+    """Whether forwards are those of a verification now, and no training step's."""
+
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
         self.idle: list[str] = []
@@ -101,7 +105,7 @@ class Watched(StandIn):
         raise NotImplementedError
 
     def _look(self, backbone: nn.Module, args: Any, output: Any) -> None:
-        if not (backbone.training and torch.is_grad_enabled()):
+        if Watched.paused or not (backbone.training and torch.is_grad_enabled()):
             return
         if torch.compiler.is_compiling():
             if self.looks_while_compiling:
@@ -124,6 +128,16 @@ class Watched(StandIn):
         self.idle = self.without_effect()
         for sentence in self.idle:
             self.warn(sentence)
+
+    @staticmethod
+    @contextmanager
+    def pause() -> Iterator[None]:
+        """Inside, a forward is no training step."""
+        Watched.paused = True
+        try:
+            yield
+        finally:
+            Watched.paused = False
 
     def warnings(self) -> list[str]:
         """The warnings that were logged, as far as they still hold."""

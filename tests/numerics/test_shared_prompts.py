@@ -394,10 +394,10 @@ def test_tiled_loss_and_deferred_logits() -> None:
 
 
 @pytest.mark.parametrize("standing", [True, False])
-def test_verify(standing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verify(standing: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     samples, prompts = samples_of()
     model = build("llama")
-    seqtile.apply(model, tile=16)
+    report = seqtile.apply(model, tile=200)  # longer than the batches of verification, which are no training step
     if standing:
         share_prompts(model)
     result = seqtile.verify_shared_prompts(model, samples, prompts)
@@ -409,6 +409,9 @@ def test_verify(standing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(piece_kernels, "join", lambda output, lse, other, of_other: (output, lse))
     wrong = seqtile.verify_shared_prompts(model, samples, prompts)
     assert not wrong.ok and "DIFFER" in str(wrong)
+    assert "no effect" not in caplog.text + str(report)
+    apart(model)
+    assert "no effect" in caplog.text
 
 
 @pytest.mark.parametrize("undone", [False, True])

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from seqtile._effects import Watched
 from seqtile._errors import UserError, expect_module
 from seqtile.ops.lm_loss.kept_tokens import IGNORED
 from seqtile.shared_prompts.model import share_prompts, shares_prompts
@@ -74,7 +75,7 @@ def verify_shared_prompts(
 
     notes: list[str] = []
     standing = shares_prompts(model)
-    with kept(model, seed):
+    with kept(model, seed), Watched.pause():
         model.train()
         truth, precision = (None, None) if reference is None else truth_of(model, {}, apart, seed, notes)
         expected = Measured(model, {}, apart, seed)
