@@ -54,6 +54,14 @@ def test_every_rule_is_told_and_trains(tile: int | str, words: str) -> None:
     assert_same_gradients(got, expected)
 
 
+def test_a_report_can_be_pickled() -> None:
+    model = causal_lm("llama")
+    report = seqtile.apply(model, tile=8, keep=0.5, loss="tiled")
+    sent = pickle.loads(pickle.dumps(report))
+    assert sent == report and sent.summary == report.summary and sent.notes == report.notes[: len(sent.notes)]
+    assert "gate and up" in str(sent)
+
+
 def test_only_takes_names_patterns_and_predicates() -> None:
     model = causal_lm("llama")
     for only in (

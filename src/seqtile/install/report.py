@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,7 +39,7 @@ class Report(PrintsAsSentence):
     left: tuple[Left, ...]
     found: int
     keep: KeepRule
-    _model: weakref.ref[nn.Module] = field(compare=False)
+    _model: Callable[[], nn.Module | None] = field(compare=False)
     done: Mapping[str, str] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict, compare=False)
     why: tuple[str, ...] = ()
@@ -52,6 +52,9 @@ class Report(PrintsAsSentence):
         left = dict.fromkeys(module for one in done.values() for module in one.left)  # a prediction head once
         phrases = {name: one.what for name, one in done.items() if one.what}
         return cls(tiled.blocks, tuple(left), tiled.found, tiled.keep, weakref.ref(model), phrases)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_model": type(None)}  # another process has no such model
 
     @property
     def tiled(self) -> int:
