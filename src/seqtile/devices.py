@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 GIB, MIB = 2**30, 2**20
 
+OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "alloc_failed")
+"""Parts of the messages of failed allocations."""
+
 # ---- host ----
 
 
@@ -52,6 +55,15 @@ def available_host_bytes() -> int:
     if not free:
         return 0
     return min([free, *(max(1, limit - used) for limit, used in _container_limits())])
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether ``error`` is a failed allocation: an accelerator's, PyTorch's on the CPU, or Python's own."""
+    import torch
+
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(phrase in str(error).lower() for phrase in OUT_OF_MEMORY)
 
 
 def _container_limits() -> Iterator[tuple[int, int]]:

@@ -315,3 +315,27 @@ def test_fifty_steps_end_where_the_untiled_ones_do() -> None:
         ends.append(torch.stack(losses))
     assert ends[0][-1] < 0.7 * ends[0][0], "nothing was learned"
     torch.testing.assert_close(ends[1], ends[0], rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("trial", "options"),
+    [("state.state_proof._compare_tiles", SETTINGS), ("chunks.chunk_proof._compare", {"blocks": "none", "chunk": 16})],
+    ids=["state", "chunk"],
+)
+def test_memory_that_runs_out_in_a_trial_is_raised_and_the_trial_comes_again(
+    trial: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = model_of("qwen3_5_text")
+    with monkeypatch.context() as patched:
+        patched.setattr(f"seqtile.{trial}", raise_cpu_out_of_memory)
+        with pytest.raises(RuntimeError, match="can't allocate"):
+            seqtile.apply(model, **options)
+            gradients(model)
+    seqtile.apply(model, **options)
+    runs = tiles_run(model)
+    gradients(model)
+    assert runs() >= 8  # the trial's too
+
+
+def raise_cpu_out_of_memory(*_: Any) -> None:
+    raise RuntimeError("[enforce fail at alloc_cpu.cpp:121] data. DefaultCPUAllocator: can't allocate memory")

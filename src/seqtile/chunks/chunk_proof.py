@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from seqtile._compat import attention_kind, replaced_attention, tree_leaves, tree_map
+from seqtile._compat import attention_kind, replaced_attention, tree_leaves, tree_map, ulysses_around
 from seqtile.blocks.instance import inside
 from seqtile.chunks.chunk_node import run_segment
 from seqtile.chunks.layer_cache import REPLACED, NotChunkedError
 from seqtile.chunks.layer_call import ChunkedCall
+from seqtile.devices import is_out_of_memory
 from seqtile.engines.flat import ParameterSwap, call_with_weights, named_weights
-from seqtile.headwise.install_heads import ulysses_around
 from seqtile.ops.attention.segment_tree import ARGUMENT, SegmentTable
 from seqtile.ops.grad_accumulator import LOW
 from seqtile.ops.rng import Autocast
@@ -123,7 +123,9 @@ def _try_layer(layer: nn.Module, call: ChunkedCall, args: Sequence[Any], kwargs:
             return _compare(layer, call, args, kwargs)
     except NotChunkedError as error:
         return ChunkProof(str(error))
-    except Exception as error:  # noqa: BLE001 - whatever the layer's own code raises
+    except Exception as error:
+        if is_out_of_memory(error):  # tells nothing of the layer
+            raise
         first = (str(error).splitlines() or [""])[0][:200]
         return ChunkProof(f"in chunks it raises {type(error).__name__}: {first}")
 

@@ -21,6 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from seqtile._compat import CACHE_ARGUMENTS, FakeTensor, tree_leaves
 from seqtile.blocks.instance import inside
+from seqtile.devices import is_out_of_memory
 from seqtile.engines.flat import ParameterSwap, call_with_weights, named_weights
 from seqtile.ops.grad_accumulator import LOW
 from seqtile.ops.rng import Autocast
@@ -90,7 +91,9 @@ def _try(module: nn.Module, x: Tensor) -> str:
         # with a graph: a node that saves its own output would form a cycle and leak the trial's graph.
         with without_dropouts(module), torch.enable_grad(), saved_tensors_hooks(Tensor.detach, lambda saved: saved):
             return (_compare_tiles if has_values(module) else _connect)(_Trial(module, x))
-    except Exception as error:  # noqa: BLE001 - whatever the layer's own code raises
+    except Exception as error:
+        if is_out_of_memory(error):  # tells nothing of the layer
+            raise
         if isinstance(error, AttributeError) and isinstance(error.obj, CarriedState):
             return f"it uses its cache in an unsupported way ({error.name})"
         first = (str(error).splitlines() or [""])[0][:200]

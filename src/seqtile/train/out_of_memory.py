@@ -27,17 +27,9 @@ from seqtile.tiling import parse_bytes
 
 SHOWN_TENSORS = 6
 
-_SAID = ("out of memory", "can't allocate memory", "not enough memory", "alloc_failed")
 _ASKED = re.compile(r"tried to allocate\s+([0-9.]+\s*[a-z]+)", re.IGNORECASE)
 _OPTIMIZERS = ("/torch/optim/", "/accelerate/", "/deepspeed/", "/trainer.py", "clip_grad")
 _OPTIMIZER_STEPS = ("step", "clip_grad_norm_", *GRADIENT_NORM_METHODS)
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether ``error`` is a failed allocation: an accelerator's, PyTorch's on the CPU, or Python's own."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(phrase in str(error).lower() for phrase in _SAID)
 
 
 @dataclass(frozen=True)

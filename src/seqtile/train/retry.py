@@ -19,14 +19,14 @@ import torch
 from seqtile._compat import restore_step_sums, step_sums
 from seqtile._errors import RunError, UserError
 from seqtile._log import first_rank_logger
-from seqtile.devices import accelerator, empty_cache
+from seqtile.devices import accelerator, empty_cache, is_out_of_memory
 from seqtile.models.causal import causal_model
 from seqtile.planner.ladder import changes, tighter, would_avoid
 from seqtile.planner.step_config import Built, Setup
 from seqtile.planner.tile_choice import largest_tile
 from seqtile.train.fit import request_of, settings_of, updates_of
 from seqtile.train.load import tile, tile_head
-from seqtile.train.out_of_memory import Place, Whereabouts, device_memory, find_place, is_out_of_memory, largest_tensors
+from seqtile.train.out_of_memory import Place, Whereabouts, device_memory, find_place, largest_tensors
 from seqtile.train.ranks import launched_nodes
 from seqtile.train.recipe import RECIPE_FILE, TRL_LOSS_TILE, Recipe, save_recipe
 from seqtile.train.run_directory import newest_whole

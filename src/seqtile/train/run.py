@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from seqtile._errors import RunError, UserError, in_its_words, is_ours
 from seqtile._log import first_rank_logger
 from seqtile._sentences import counted
-from seqtile.devices import accelerator
+from seqtile.devices import accelerator, is_out_of_memory
 from seqtile.train.atomic_files import write_whole
 from seqtile.train.recipe import DEMO_STEPS, RECIPE_FILE, Recipe, resolve, save_recipe
 
@@ -148,7 +148,6 @@ def _attempt(
 ) -> Outcome:
     """Train once, from ``start`` or from the first step."""
     from seqtile.train.metrics import Silent
-    from seqtile.train.out_of_memory import is_out_of_memory
     from seqtile.train.resume import check_same_run, describe_run
     from seqtile.train.retry import OutOfMemory
     from seqtile.train.run_directory import check_output, clear_output, nothing_saved, read_mark, take_lock
@@ -329,7 +328,6 @@ def _trainer(model: Any, data: Data, tokenizer: Any, adapters: Any) -> Any:
 
 def _is_refusal(error: Exception, output: Path) -> bool:
     """Whether a library refused its arguments; memory, disks and other ranks have reports of their own."""
-    from seqtile.train.out_of_memory import is_out_of_memory
     from seqtile.train.run_directory import disk_error
 
     of_another_rank = "gloo" in str(error) or type(error).__name__.startswith("Dist")
@@ -360,7 +358,6 @@ def _all_done(trainer: Any, resume_from: Path, output: Path) -> bool:
 
 def _train_steps(trainer: Any, resume_from: Path | None, stop: StopOnSignal, clock: Clock, output: Path) -> None:
     """Train; a first step that is refused, and one that is out of memory, raise an error of ours."""
-    from seqtile.train.out_of_memory import is_out_of_memory
 
     failed: Exception | None = None
     with stop.listening():

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from seqtile._compat import attention_kind
 from seqtile.blocks.instance import inside
+from seqtile.devices import is_out_of_memory
 from seqtile.engines.flat import ParameterSwap, call_with_weights
 from seqtile.ops.grad_accumulator import LOW
 from seqtile.ops.rng import Autocast
@@ -93,9 +94,9 @@ def _try_ways(
                 trial = _GroupTrial(owner, units, call, method, weights)
                 if not (why := trial.differs()):
                     return GroupProof(units, trial.form, trial.trained, "; ".join(reasons))
-        except torch.OutOfMemoryError:  # tells nothing of the model
-            raise
-        except Exception as error:  # noqa: BLE001 - whatever the model's own code raises
+        except Exception as error:
+            if is_out_of_memory(error):  # tells nothing of the model
+                raise
             first = (str(error).splitlines() or [""])[0][:200]
             why = first if isinstance(error, NotCutError) else f"it raises {type(error).__name__}: {first}"
         reasons.append(f"in groups of {units.noun} {why}")
