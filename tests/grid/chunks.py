@@ -14,6 +14,10 @@ from grid.cases import RECOMPUTED, Case
 
 SHORT: dict[str, Any] = {"lengths": (13, 3), "more": {"chunk": 5}}
 SEGMENTS: dict[str, Any] = {"lengths": (13, 3), "more": {"chunk": 5, "segment": 2}}
+SHARED: dict[str, Any] = {
+    "shared": True, "scored": True, "tiled_loss": True, "lengths": (40, 9), "more": {"chunk": 16},
+}  # fmt: skip
+"""The second rank's sequences are too short to share anything."""
 
 _CASES = [
     Case("chunks", "chunks", **SHORT, micro_steps=2, steps=2),
@@ -28,6 +32,7 @@ _CASES = [
     Case("segments", "chunks", **SEGMENTS, micro_steps=2, steps=2),
     Case("segments-checkpoint", "chunks", **SEGMENTS, **RECOMPUTED),
     Case("segments-lfm2", "chunks", "lfm2", **SEGMENTS, **RECOMPUTED, micro_steps=2),
+    Case("shared-prompts", "chunks", "lfm2", **SHARED, **RECOMPUTED, steps=2),
 ]  # fmt: skip
 
 
