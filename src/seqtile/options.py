@@ -128,8 +128,7 @@ class TilingOptions:
         1, "Decoder layers that run on a chunk together", commands=("train", "plan"), metavar="N", least=1
     )
     vision: int | str | None = option(
-        None, "Frames or pictures per group of the vision tower, or auto (default whole)", commands=("train",),
-        plan=False,
+        None, "Frames or pictures per group of the vision tower, or auto (default whole)", commands=("train", "plan"),
         file=int | Literal["auto"] | None,
     )  # fmt: skip
 

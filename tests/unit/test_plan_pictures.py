@@ -108,6 +108,49 @@ def test_two_small_depths_tell_what_a_deep_tower_holds(kind: str) -> None:
         assert planned.peaks[name].total == pytest.approx(part.total, rel=off, abs=64), name  # some numbers of the loss
 
 
+CELLS = [("qwen2_5_vl", 12, 1), ("qwen2_5_vl", 0, 4), ("qwen3_vl", 12, 2), ("llava", 0, 1), ("gemma3", 0, 2),
+         ("qwen2_vl", 9, 2)]  # fmt: skip
+"""A model type, frames of a video (0: six pictures), and how many of them are a group."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "frames", "group"),
+    [pytest.param(*cell, marks=[] if cell[0] == "llava" else [pytest.mark.slow]) for cell in CELLS],
+)
+@pytest.mark.parametrize("lora", [None, Lora(4)], ids=["all weights", "adapters"])
+def test_a_tower_in_groups_holds_what_is_planned(kind: str, frames: int, group: int, lora: Lora | None) -> None:
+    """Of many groups a plan runs three, and counts what the others give and keep."""
+    config = config_of(kind)
+    pictures = read_pictures(config, size=(112, 84), frames=frames) if frames else read_pictures(config, 6, (112, 84))
+    options = replace(SETUP.options, vision=group)
+    setup = replace(SETUP, pictures=pictures, lora=lora, options=options)
+    planned, measured = fake_step(config, setup, 160), real_step(config, setup, 160)
+    assert planned.peak == pytest.approx(measured.peak, rel=1e-3)
+    assert planned.peaks.keys() == measured.peaks.keys()
+    for name, part in measured.peaks.items():
+        assert planned.peaks[name].total == pytest.approx(part.total, rel=0.01), name
+    whole = fake_step(config, replace(setup, options=replace(options, vision=None)), 160)
+    towers = [max(phase.total for name, phase in run.peaks.items() if name.part == TOWER) for run in (planned, whole)]
+    assert towers[0] <= towers[1]
+
+
+def test_frames_are_counted_as_the_processor_does() -> None:
+    config = config_of("qwen2_5_vl")
+    video = read_pictures(config, size=(112, 84), frames=7)  # two frames are one patch
+    assert (video.frames, video.grid, video.tokens) == (7, (4, 8, 6), 4 * 12)
+    with pytest.raises(UserError, match="add --frame-size"):
+        read_pictures(config, frames=7)
+
+
+@pytest.mark.slow
+def test_a_plan_of_frames_is_a_recipe_with_groups(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["plan", "--model", save(config_of("qwen2_5_vl"), tmp_path), "--device", "40GB", "--max-length", "512"]
+    assert main([*command, "--frames", "16", "--frame-size", "112x84", "--vision", "4", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["recipe"]["vision"] == 4
+    assert any("16 frames of 112 x 84 pixels per sequence, 96 in all" in note for note in found["notes"])
+
+
 def test_a_larger_picture_is_more_tokens_and_more_memory() -> None:
     config = config_of("qwen2_5_vl")
     small, large = (read_pictures(config, 2, (side, side)) for side in (56, 112))
@@ -134,7 +177,10 @@ def test_towers_of_one_size_make_the_same_tokens_of_every_picture() -> None:
         (["--images", "2", "--image-tokens", "8"], "got --image-tokens with --images"),
         (["--image-size", "56x56"], "add --images N"),
         (["--images", "2", "--image-size", "56"], "got --image-size '56', expected height and width in pixels"),
-        (["--images", "2", "--recipe", "r.yaml"], "which trains causal language models on text"),
+        (["--frames", "8"], "model type 'llava' takes no videos; use --images N"),
+        (["--frames", "8", "--images", "2"], "got --frames with --images or --image-tokens"),
+        (["--frame-size", "56x56"], "add --frames N"),
+        (["--vision", "4"], "add --images N or --frames N"),
         (["--images", "9", "--max-length", "144"], "144 tokens leave no room for text after 144 image tokens"),
         (
             ["--images", "2", "--engine", "zero3", "--gpus", "2", "--sp-size", "2"],
@@ -188,7 +234,7 @@ def test_the_command_says_how_many_tokens_pictures_are(tmp_path: Path, capsys: p
     command = ["plan", "--model", model, "--device", "40GB", "--max-length", "512", "--images", "3"]
     assert main([*command, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["fits"] and found["recipe"] is None
+    assert found["fits"] and found["recipe"]["max_length"] == 512
     told = "3 images of 56 x 56 pixels per sequence, 16 tokens each, 48 in all"
     assert any(told in note for note in found["notes"])
     assert not any("pictures" in one for one in found["not_modelled"])

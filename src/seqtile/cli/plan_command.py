@@ -47,6 +47,8 @@ class PlanFlags:
     images: int = flag(None, "Images per sequence, for vision-language models", "N")
     image_size: str = flag(None, "Height and width of each image in pixels, 1024x768", "HxW")
     image_tokens: int = flag(None, "Image tokens per sequence, instead of --images", "N")
+    frames: int = flag(None, "Frames of the video in each sequence", "N")
+    frame_size: str = flag(None, "Height and width of each frame in pixels, 448x448", "HxW")
     options: dict[str, Any] = field(default_factory=dict)
     batch_size: int = flag(1, "Sequences per rank and micro-batch", "N")
     gradient_accumulation: int = flag(None, "Micro-batches per optimizer step (default 1; GRPO: a whole group)", "N")
@@ -125,7 +127,7 @@ def _check_flags(flags: PlanFlags) -> None:
         raise UserError(f"--recipe {flags.recipe!r}: its directory does not exist; create it first")
     if flags.recipe is not None and Path(flags.recipe).expanduser().is_dir():
         raise UserError(f"--recipe {flags.recipe!r} is a directory, expected a file name")
-    _size_of(flags.images, flags.image_size, flags.image_tokens)
+    _size_of(flags)
 
 
 def _checked_settings(flags: PlanFlags, policy: dict[str, Any] | None) -> dict[str, Any]:
@@ -174,17 +176,18 @@ def _request(flags: PlanFlags, settings: dict[str, Any], policy: dict[str, Any] 
         if rope_scaling is not None:
             scale_positions(config, rope_scaling, flags.model)
     pictures = None
-    if flags.images is not None or flags.image_tokens is not None:
-        size = _size_of(flags.images, flags.image_size, flags.image_tokens)
-        pictures = read_pictures(config, flags.images, size, flags.image_tokens)
+    if any(number is not None for number in (flags.images, flags.image_tokens, flags.frames)):
+        pictures = read_pictures(config, flags.images, _size_of(flags), flags.image_tokens, flags.frames)
+    elif settings["options"].vision is not None:
+        raise UserError("--vision cuts pictures or frames into groups; add --images N or --frames N")
     request = Request(
         model=flags.model, config=config, **settings, lora=lora, grpo=None if policy is None else Grpo(**policy),
         pictures=pictures, rope_scaling=rope_scaling, own_positions=own_positions,
     )  # fmt: skip
     if flags.recipe is not None and not request.has_recipe:
         raise UserError(
-            "--recipe writes a recipe for seqtile train, which trains causal language models on text; drop it, and "
-            "use the settings with seqtile.apply and a trainer of Transformers or TRL"
+            "--recipe writes a recipe for seqtile train, which trains no policy; drop it, and use the settings with "
+            "seqtile.apply and TRL's trainer"
         )
     return request
 
@@ -201,21 +204,28 @@ def status(quiet: bool, message: str) -> Iterator[Callable[[str], None]]:
         yield lambda text: line.update(text)
 
 
-def _size_of(count: int | None, size: str | None, tokens: int | None) -> tuple[int, int] | None:
-    """(height, width) from ``--image-size``."""
-    if tokens is not None and (count is not None or size is not None):
+def _size_of(flags: PlanFlags) -> tuple[int, int] | None:
+    """(height, width) from ``--image-size`` or ``--frame-size``."""
+    if flags.image_tokens is not None and (flags.images is not None or flags.image_size is not None):
         raise UserError("got --image-tokens with --images or --image-size; use either")
-    for name, number in (("--images", count), ("--image-tokens", tokens)):
+    if flags.frames is not None and (flags.images is not None or flags.image_tokens is not None):
+        raise UserError("got --frames with --images or --image-tokens; use either")
+    numbers = {"--images": flags.images, "--image-tokens": flags.image_tokens, "--frames": flags.frames}
+    for name, number in numbers.items():
         if number is not None and not 0 < number < 2**27:
             raise UserError(f"got {name} {number}, expected at least 1 and fewer than {2**27:,}")
-    if size is None:
-        return None
-    if count is None:
-        raise UserError("--image-size needs the number of images per sequence; add --images N")
-    sizes = re.fullmatch(r"([1-9][0-9]{0,4})[xX]([1-9][0-9]{0,4})", size, re.ASCII)
-    if sizes is None:
-        raise UserError(f"got --image-size {size!r}, expected height and width in pixels, such as 1024x768")
-    return int(sizes[1]), int(sizes[2])
+    sizes = ("--image-size", flags.image_size, "--images"), ("--frame-size", flags.frame_size, "--frames")
+    result = None
+    for name, size, count in sizes:
+        if size is None:
+            continue
+        if numbers[count] is None:
+            raise UserError(f"{name} needs the number of {count.removeprefix('--')} per sequence; add {count} N")
+        sides = re.fullmatch(r"([1-9][0-9]{0,4})[xX]([1-9][0-9]{0,4})", size, re.ASCII)
+        if sides is None:
+            raise UserError(f"got {name} {size!r}, expected height and width in pixels, such as 1024x768")
+        result = int(sides[1]), int(sides[2])
+    return result
 
 
 def _policy_of(flags: PlanFlags) -> dict[str, Any] | None:

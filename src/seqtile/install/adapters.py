@@ -10,6 +10,7 @@ from torch import nn
 from torch.func import functional_call
 
 from seqtile._compat import drop_expert_targets, refuses_adapter
+from seqtile.models.configs import towers_of
 from seqtile.recognise.decoder_layers import decoder_layers
 from seqtile.recognise.packed_experts import packable_experts, packed_experts
 
@@ -62,6 +63,27 @@ def lora_config(
     if _has_packed_experts(model, packs_experts):
         drop_expert_targets(config, model)
     return config
+
+
+def find_unread(model: Any) -> list[str]:
+    """Names of modules that text never reaches in a model for pictures or sound."""
+    if not towers_of(model.config):
+        return []
+    read = {model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings()}
+    used = {weight for module in read for weight in module.parameters()}
+    unread: list[str] = []
+    for name, module in model.named_modules():
+        weights = set(module.parameters())
+        if weights and used.isdisjoint(weights) and not any(name.startswith(f"{tower}.") for tower in unread):
+            unread.append(name)
+    return unread
+
+
+def leave_out(config: LoraConfig, model: nn.Module, modules: Sequence[str]) -> None:
+    """Put no adapters on linear layers inside ``modules``."""
+    inside = tuple(f"{module}." for module in modules)
+    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    config.exclude_modules = [*(config.exclude_modules or ()), *(name for name in linear if name.startswith(inside))]
 
 
 def without_adapters(model: nn.Module, config: LoraConfig | None, packs_experts: bool = False) -> str | None:

@@ -21,7 +21,7 @@ from seqtile.blocks.instance import logger as block_logger
 from seqtile.checkpointing.policies import standing_checkpointing
 from seqtile.chunks.layer_call import ChunkedCall
 from seqtile.counting.fake import fake_tensors, make_fake
-from seqtile.install.adapters import lora_config, without_adapters
+from seqtile.install.adapters import ALL_LINEAR, find_unread, leave_out, lora_config, without_adapters
 from seqtile.install.apply import apply, apply_options, undo
 from seqtile.models.causal import causal_model
 from seqtile.models.configs import is_masked_lm, towers_of
@@ -56,6 +56,7 @@ from seqtile.planner.pictures import ANY_SIZE, ONE_SIZE
 from seqtile.planner.step_config import Built, Setup, make_optimizer
 from seqtile.planner.step_run import StepRun
 from seqtile.recognise.decoder_layers import decoder_layers
+from seqtile.vision.install_vision import VisionTechnique
 
 
 def build(config: Any, setup: Setup, device: str, sample: LayerSample | None = None) -> Built:
@@ -182,11 +183,13 @@ def _add_lora(model: Any, setup: Setup, device: str) -> tuple[Any, list[str]]:
             packs_experts=setup.packs_experts,
             target_parameters=lora.target_parameters,
         )  # fmt: skip
+        left_out = without_adapters(model, adapters, setup.packs_experts)
+        if setup.pictures is not None and lora.target_modules == ALL_LINEAR:
+            leave_out(adapters, model, find_unread(model))  # as seqtile train
         try:
             adapted = get_peft_model(model, adapters)
         except ValueError as error:
             raise UserError(f"cannot add the adapters: {str(error).splitlines()[0]}") from None
-    left_out = without_adapters(model, adapters, setup.packs_experts)
     return adapted, [] if left_out is None else [left_out]
 
 
@@ -214,6 +217,8 @@ def fake_step(
                 make_fake(built.model)
             for step_kind in kinds:
                 running.enter_context(step_kind.running(built.model, setup, tokens))
+            for tower in VisionTechnique.standing(built.model):
+                tower.live_bytes = lambda: live.now
             middle = MiddleTiles(live)
             if not whole:
                 running.enter_context(middle.left_out())
@@ -247,6 +252,8 @@ def tracked_step(built: Built, setup: Setup, tokens: int, live: Tracker) -> Step
     purposes = [step_kind.batch_purpose for step_kind in step_kinds_of(causal_model(model).config, setup)]
     with live.phase(Phase(next((purpose for purpose in purposes if purpose != REST), REST))):
         batch = make_batch(model, setup, tokens, weights[0].device)
+    if setup.options.vision is not None:  # the first call verifies groups, which takes memory that no later one does
+        compute_loss(model, setup, batch)
     with live.phase(Phase(OPTIMIZER)):
         prepare_optimizer(optimizer, weights)
     in_forward = True

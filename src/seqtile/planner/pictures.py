@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from seqtile._compat import TorchDispatchMode, disable_current_modes
 from seqtile._errors import UserError
+from seqtile._sentences import counted
 from seqtile.devices import package_version
 from seqtile.planner.layer_structure import Counts
 from seqtile.planner.request import Request
@@ -36,7 +37,11 @@ _HELPERS = "get_vision_"
 
 
 def read_pictures(
-    config: Any, count: int | None = None, size: tuple[int, int] | None = None, tokens: int | None = None
+    config: Any,
+    count: int | None = None,
+    size: tuple[int, int] | None = None,
+    tokens: int | None = None,
+    frames: int | None = None,
 ) -> Pictures:
     """The pictures of each row of a model, by number and size, or by the tokens that they make together.
 
@@ -45,6 +50,7 @@ def read_pictures(
         count: pictures of each row.
         size: (height, width) of each in pixels; for a tower of one size it may be left out, and changes nothing.
         tokens: of each row, those that are pictures, instead of both.
+        frames: of one video of this size in each row, instead of pictures.
 
     Raises:
         UserError: the model takes no pictures, or not so many tokens.
@@ -63,22 +69,27 @@ def read_pictures(
             "not have; use a newer version, or count image tokens as text"
         )
     if model_type in ONE_SIZE:
+        if frames is not None:
+            raise UserError(f"model type {model_type!r} takes no videos; use --images N")
         return _of_one_size(config, vision, count, tokens)
-    patch, merge, frames = vision.patch_size, vision.spatial_merge_size, vision.temporal_patch_size
+    patch, merge, together = vision.patch_size, vision.spatial_merge_size, vision.temporal_patch_size
     unit = patch * merge
     if tokens is not None:
         count, height, width = 1, merge, tokens * merge
     elif size is None:
-        raise UserError(f"model type {model_type!r} takes images of any size; add --image-size HEIGHTxWIDTH")
+        flag = "--image-size" if frames is None else "--frame-size"
+        raise UserError(f"model type {model_type!r} takes images of any size; add {flag} HEIGHTxWIDTH")
     else:  # to the nearest whole number of tokens, as Transformers' processors resize
         height, width = (max(1, round(side / unit)) * merge for side in size)
     channels = getattr(vision, "in_channels", None) or vision.in_chans
+    times = -(-(frames or 1) // together)  # so many frames are one patch
     return Pictures(
         count=count or 1,
-        each=height * width // merge**2,
+        each=times * height * width // merge**2,
         size=(height * patch, width * patch),
-        values=(height * width, channels * frames * patch**2),
-        grid=(1, height, width),
+        values=(times * height * width, channels * together * patch**2),
+        grid=(times, height, width),
+        frames=frames or 0,
     )
 
 
@@ -100,15 +111,16 @@ def _of_one_size(config: Any, vision: Any, count: int | None, tokens: int | None
 def add_pictures(model: Any, pictures: Pictures, ids: Tensor) -> dict[str, Tensor]:
     """Put the tokens of pictures first into ``ids`` ``[B, T]``; returns what the model is given besides."""
     rows, length = ids.shape
-    ids[:, : pictures.tokens] = model.config.image_token_id
+    kind, name = ("video", "pixel_values_videos") if pictures.frames else ("image", "pixel_values")
+    ids[:, : pictures.tokens] = getattr(model.config, f"{kind}_token_id")
     count, (first, *rest) = rows * pictures.count, pictures.values
     values = (count * first, *rest) if pictures.grid else (count, first, *rest)
-    inputs = {"pixel_values": torch.zeros(values, device=ids.device)}
+    inputs = {name: torch.zeros(values, device=ids.device)}
     if "token_type_ids" in inspect.signature(type(model).forward).parameters:
         inputs["token_type_ids"] = torch.zeros_like(ids)
     if pictures.grid:
         with disable_current_modes():
-            inputs["image_grid_thw"] = torch.tensor([pictures.grid] * count)
+            inputs[f"{kind}_grid_thw"] = torch.tensor([pictures.grid] * count)
         # The model works these out from the grid and the ids, in integers.
         inputs["position_ids"] = torch.zeros(3, rows, length, dtype=torch.long, device=ids.device)
     return inputs
@@ -243,8 +255,10 @@ class PictureStep(StepKind):
     def notes(self, request: Request, counts: Counts, states: Mapping[str, Sequence[str]]) -> list[str]:
         pictures = request.pictures
         assert pictures is not None
+        noun, number, each = "image", pictures.count, f"{pictures.each:,} tokens each, "
+        if pictures.frames:
+            noun, number, each = "frame", pictures.frames, ""
         return [
-            f"{pictures.count:,} image{'s' if pictures.count > 1 else ''} of {pictures.size[0]:,} x "
-            f"{pictures.size[1]:,} pixels per sequence, {pictures.each:,} tokens each, {pictures.tokens:,} in all; "
-            "the FLOPs do not include the vision tower"
+            f"{counted(number, noun)} of {pictures.size[0]:,} x {pictures.size[1]:,} pixels per sequence, "
+            f"{each}{pictures.tokens:,} in all; the FLOPs do not include the vision tower"
         ]

@@ -102,8 +102,8 @@ class Request:
 
     @property
     def has_recipe(self) -> bool:
-        """Whether ``seqtile train`` runs it: a supervised step on text."""
-        return self.grpo is None and self.pictures is None
+        """Whether ``seqtile train`` runs it: a supervised step."""
+        return self.grpo is None
 
     @property
     def sharded(self) -> bool:

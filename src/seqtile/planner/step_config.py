@@ -105,6 +105,7 @@ class Pictures:
         size: (height, width) in pixels, as the vision tower gets them.
         values: shape of the pixel values of one picture.
         grid: patches of a picture in (time, height, width); empty for a tower of one size.
+        frames: of the one video of each row; 0 for pictures.
     """
 
     count: int
@@ -112,6 +113,7 @@ class Pictures:
     size: tuple[int, int]
     values: tuple[int, ...]
     grid: tuple[int, ...] = ()
+    frames: int = 0
 
     @property
     def tokens(self) -> int:

@@ -12,7 +12,7 @@ from torch import nn
 
 from seqtile._errors import UserError
 from seqtile._log import first_rank_logger
-from seqtile.install.adapters import ALL_LINEAR, lora_config, without_adapters
+from seqtile.install.adapters import ALL_LINEAR, leave_out, lora_config, without_adapters
 from seqtile.rules import adapters_need_reentrant
 from seqtile.train.data import processes_for
 from seqtile.train.recipe import LoraRecipe, Recipe, shown
@@ -116,9 +116,7 @@ def adapter_config(lora: LoraRecipe | None, model: nn.Module, frozen: Sequence[s
     if left_out is not None:
         logger.warning(left_out)
     if lora.target_modules == ALL_LINEAR and frozen:
-        linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-        unread = [name for name in linear if name.startswith(tuple(f"{tower}." for tower in frozen))]
-        config.exclude_modules = [*(config.exclude_modules or ()), *unread]
+        leave_out(config, model, frozen)
     return config
 
 

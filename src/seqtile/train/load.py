@@ -16,7 +16,7 @@ from seqtile._log import first_rank_logger
 from seqtile.checkpointing.reentrant import shares_keys
 from seqtile.devices import device_type
 from seqtile.engines.sequence_parallel import refuse_split_states, why_no_ring
-from seqtile.models.configs import max_positions, refuse_encoder, towers_of
+from seqtile.models.configs import max_positions, refuse_encoder
 from seqtile.models.layer_fields import experts_of
 from seqtile.models.rope_scaling import lift, scale_positions
 from seqtile.recognise.decoder_layers import states_of
@@ -363,20 +363,6 @@ def why_attention_is_missing(recipe: Recipe) -> str:
     except (ImportError, ValueError) as error:
         return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
     return ""
-
-
-def find_unread(model: Any) -> list[str]:
-    """Names of modules that text never reaches in a model for pictures or sound."""
-    if not towers_of(model.config):
-        return []
-    read = {model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings()}
-    used = {weight for module in read for weight in module.parameters()}
-    unread: list[str] = []
-    for name, module in model.named_modules():
-        weights = set(module.parameters())
-        if weights and used.isdisjoint(weights) and not any(name.startswith(f"{tower}.") for tower in unread):
-            unread.append(name)
-    return unread
 
 
 def check_split(recipe: Recipe) -> None:

@@ -240,13 +240,13 @@ def require_packages() -> None:
 
 def _build(recipe: Recipe, output: Path, start: Path | None, display: Display) -> tuple[Any, Report | None]:
     """Data, model, tiling and trainer; each refuses bad input before the next, slower one starts."""
+    from seqtile.install.adapters import find_unread
     from seqtile.lm_loss.tiled_loss import find_causal_lms
     from seqtile.models.causal import causal_model
     from seqtile.train.arguments import adapter_config, describe_adapters, load_adapters
     from seqtile.train.load import (
         check_checkpoints,
         check_split,
-        find_unread,
         load_model,
         repair_generation,
         result_dtype,

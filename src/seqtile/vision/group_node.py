@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from seqtile.blocks.instance import inside
@@ -77,6 +78,19 @@ class GroupOutputs(Outputs):
         return [*joined]
 
 
+class _Keeping(torch.autograd.Function):
+    """Its input, and a node that keeps memory until it is freed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, nbytes: int) -> Tensor:
+        ctx.kept = torch.empty(nbytes, dtype=torch.uint8, device=x.device)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0], None
+
+
 def features_in_groups(
     owner: nn.Module,
     method: Callable[..., Any],
@@ -85,6 +99,8 @@ def features_in_groups(
     form: Form,
     weights: Weights,
     changed: Changed = str,
+    *,
+    live_bytes: Callable[[], int] | None = None,
 ) -> Any:
     """One call of ``method`` in groups.
 
@@ -96,6 +112,8 @@ def features_in_groups(
         form: of its results.
         weights: the owner's live weights by name.
         changed: as for :func:`seqtile.ops.tile_checkpoint.run_in_tiles`.
+        live_bytes: counts live bytes, for plans, where pictures have one size: of more than four groups the first two
+            and the last one run, and what those between give and keep is only allocated.
 
     Returns:
         The result of the whole call, but for what is in :data:`seqtile.vision.feature_form.INNER`.
@@ -105,13 +123,44 @@ def features_in_groups(
         and the features; in a forward or backward also what the tower keeps of one group.
     """
     swap, shapes = ParameterSwap((owner,)), dict[int, GroupShapes]()
+    few = live_bytes is not None and len(groups) > 4
+    if few:
+        groups = [*groups[:2], (groups[2][0], groups[-1][0]), groups[-1]]
+    of_second: list[tuple[int, int, torch.dtype]] = []
+    live_at: dict[int, int] = {}
 
     def features(tensors: Sequence[Tensor], index: int) -> list[Tensor]:
         shapes[index] = GroupShapes()
-        return [*rows_of(form, method(**units.arguments(tensors, *groups[index])), shapes[index])]
+        rows = [*rows_of(form, method(**units.arguments(tensors, *groups[index])), shapes[index])]
+        if index == 1:
+            of_second[:] = [(len(part), part.shape[-1], part.dtype) for part in rows]
+        return rows
+
+    def allocated(aliases: Mapping[str, Tensor]) -> list[Tensor]:
+        """What the groups between the second and the last give."""
+        (begin, end), (first, last) = groups[2], groups[1]
+        times, pieces = (end - begin) / (last - first), len(units.pieces(*groups[2]))
+        of_results = sum(rows * width * dtype.itemsize for rows, width, dtype in of_second)
+        kept = 0 if 2 in shapes else round((live_at[2] - live_at[1] - of_results) * times)  # not by a recompute
+        shapes[2] = GroupShapes()
+        shapes[2].tails = shapes[1].tails
+        shapes[2].entries = [[round(sum(entry) * times / pieces)] * pieces for entry in shapes[1].entries]
+        trained = [alias for alias in aliases.values() if alias.requires_grad]
+        weight = min(trained, key=Tensor.numel) if trained else None
+        if weight is None:
+            return [
+                torch.empty(round(rows * times), width, dtype=dtype, device=units.tensors[0].device)
+                for rows, width, dtype in of_second
+            ]
+        first_value = _Keeping.apply(weight.flatten()[:1], kept)  # type: ignore[no-untyped-call]
+        return [first_value.to(dtype).expand(round(rows * times), width).clone() for rows, width, dtype in of_second]
 
     def run(tensors: Sequence[Tensor], aliases: Mapping[str, Tensor], _: State, index: int) -> tuple[Any, State]:
         with inside():
+            if live_bytes is not None:
+                live_at.setdefault(index, live_bytes())
+            if few and index == 2:
+                return allocated(aliases), ()
             if not aliases:
                 return features(tensors, index), ()
             named = {f"0.{name}": alias for name, alias in aliases.items()}

@@ -10,12 +10,14 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from itertools import groupby
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from seqtile._compat import active_fake_mode, disable_current_modes
 from seqtile.state.tile_call import OF_DOCUMENTS
 
 
@@ -122,12 +124,11 @@ class Frames(Units):
 
     @classmethod
     def sample(cls, call: PictureCall, patches: int) -> tuple[PictureCall, list[tuple[int, int]]]:
-        of_call = call.arguments[call.grid_name]
         frames = (3, 2) if has_videos(call) else (1, 1)
-        sides = torch.tensor([[2, 3], [4, 2]]) * patches
-        grid = torch.cat([torch.tensor(frames).unsqueeze(1), sides], dim=1)
-        pixels = random_like(call.pixels.new_empty(int(grid.prod(-1).sum()), *call.pixels.shape[1:]))
-        named = {**call.arguments, call.name: pixels, call.grid_name: grid.to(of_call.device, of_call.dtype)}
+        sizes = [(frames[0], 2 * patches, 3 * patches), (frames[1], 4 * patches, 2 * patches)]
+        rows = sum(count * height * width for count, height, width in sizes)
+        pixels = random_like(call.pixels.new_empty(rows, *call.pixels.shape[1:]))
+        named = {**call.arguments, call.name: pixels, call.grid_name: _grid_like(call, sizes)}
         return _of(call, named), [(0, 2), (2, 4), (4, 5)] if has_videos(call) else [(0, 1), (1, 2)]
 
     def pieces(self, first: int, end: int) -> list[int]:
@@ -139,10 +140,8 @@ class Frames(Units):
         return self._with_grid(tensors, grid)
 
     def _with_grid(self, tensors: Sequence[Tensor], grid: list[list[int]]) -> dict[str, Any]:
-        name = self.call.grid_name
-        of_call = self.call.arguments[name]
-        part = torch.tensor(grid, dtype=of_call.dtype, device=of_call.device)
-        return {**self.call.arguments, self.call.name: tensors[0], name: part}
+        part = _grid_like(self.call, grid)
+        return {**self.call.arguments, self.call.name: tensors[0], self.call.grid_name: part}
 
     def patches(self, patch_size: int) -> list[int]:
         return self.rows
@@ -279,6 +278,13 @@ def ways_to_cut(call: PictureCall) -> list[type[Units]]:
 def has_videos(call: PictureCall) -> bool:
     """Whether some of its pictures have more than one frame; a model may take those by another method."""
     return bool((call.arguments[call.grid_name][:, 0] > 1).any())
+
+
+def _grid_like(call: PictureCall, grid: Sequence[Sequence[int]]) -> Tensor:
+    """A grid of other pictures; in a plan it has numbers as that of the call has, since shapes follow from them."""
+    of_call = call.arguments[call.grid_name]
+    with disable_current_modes() if active_fake_mode() is not None else nullcontext():
+        return torch.tensor([*map(list, grid)], dtype=of_call.dtype, device=of_call.device)
 
 
 def random_like(tensor: Tensor) -> Tensor:

@@ -50,6 +50,8 @@ class VisionTower(StandIn):
         units: what calls were cut into: frames, videos or pictures.
         called: whether some call reached the choice of groups.
         why_whole: why the last call that ran whole did, or "".
+        live_bytes: counts live bytes in the step of a plan, where calls on fake tensors run in groups too: unverified,
+            and few of them.
     """
 
     def __init__(self, owner: nn.Module, name: str, group: int | str, language: Sequence[str]) -> None:
@@ -58,6 +60,7 @@ class VisionTower(StandIn):
         self.name, self.group, self.language = name, group, tuple(language)
         self.proofs = GroupProofs()
         self.most_groups, self.units, self.called, self.why_whole = 0, "", False, ""
+        self.live_bytes: Callable[[], int] | None = None
 
     def install(self) -> None:
         self._hook = self.module.register_forward_hook(self._look, with_kwargs=True)
@@ -118,7 +121,7 @@ class VisionTower(StandIn):
         if torch.compiler.is_compiling():
             self._runs_whole(method, "torch.compile traces it")
             return original(*args, **kwargs)
-        if inside_a_tile() or active_fake_mode() is not None:
+        if inside_a_tile() or (active_fake_mode() is not None and self.live_bytes is None):
             return original(*args, **kwargs)
         try:
             call = PictureCall(original, args, kwargs)
@@ -144,7 +147,9 @@ class VisionTower(StandIn):
         # A frozen tower may be told to record a graph, by a hook that makes inputs of checkpoints require gradients.
         with nullcontext() if proof.trained else torch.no_grad():
             changed = SameSettings(modules).changed if proof.trained else str
-            return features_in_groups(self.module, original, units, groups, proof.form, live, changed)
+            return features_in_groups(
+                self.module, original, units, groups, proof.form, live, changed, live_bytes=self.live_bytes
+            )
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def _runs_whole(self, method: str, why: str) -> bool:
