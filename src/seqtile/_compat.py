@@ -759,6 +759,13 @@ def tokens_of_media(processor: Any, sizes: Mapping[str, Any]) -> dict[str, list[
     return {kind: list(getattr(counts, f"num_{kind}_tokens", None) or []) for kind in ("image", "video")}
 
 
+TRL_FORWARDS = {"_compute_loss", "concatenated_forward", "forward", "get_batch_loss_metrics"}
+"""Methods by which TRL's trainers, and LLaMA-Factory's subclasses of them, call the model."""
+
+TRL_LOSSES = {*TRL_FORWARDS, "compute_loss", "training_step"}
+"""Methods by which a subclass of them has a loss of its own."""
+
+
 def prepare_like_sft(rows: Any, tokenizer: Any, arguments: Any) -> Any:
     """``rows`` as TRL's ``SFTTrainer`` tokenises and masks them, whole; neither a trainer nor a model is made."""
     from trl import SFTTrainer  # type: ignore[attr-defined, unused-ignore]

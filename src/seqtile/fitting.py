@@ -43,7 +43,7 @@ from seqtile.planner.ladder import CHOSEN, DoesNotFit, choose_rung
 from seqtile.planner.model_errors import in_one_sentence
 from seqtile.planner.names import STATE_BYTES
 from seqtile.planner.request import Request
-from seqtile.planner.step_config import PLANNED, Lora
+from seqtile.planner.step_config import DIVERGENCE_TILE, PLANNED, Lora, TrainerStep
 from seqtile.recognise.packed_experts import packed_experts
 
 logger = first_rank_logger(__name__)
@@ -75,6 +75,7 @@ def fit(
     cp_size: int = 1,
     lora: Any = None,
     batch_size: int = 1,
+    gradient_accumulation: int = 1,
     autocast: bool = True,
     **settings: Any,
 ) -> Report:
@@ -86,7 +87,8 @@ def fit(
     before or after adapters are added. Activation checkpointing that is on stays on.
 
     Args:
-        model: a causal language model of transformers. Parameters that require a gradient train; rank and layers of
+        model: a causal language model of transformers, or a sequence classifier (a reward model) of the same
+            architectures. Parameters that require a gradient train; rank and layers of
             LoRA adapters are read from its modules.
         max_length: tokens of the longest sequence, over all ranks that share it.
         device: to plan for: ``"h100"``, a size such as ``"80GiB"`` (of the accelerator here, or else of the host), or a
@@ -100,6 +102,7 @@ def fit(
         cp_size: ranks that share one sequence by ring attention.
         lora: adapters that will be added later: their rank, or a ``peft.LoraConfig``.
         batch_size: sequences per rank and micro-batch.
+        gradient_accumulation: micro-batches per update; from 2 on gradients are there during all of a step.
         autocast: whether fp32 weights on an accelerator train under bf16 autocast, as in TRL; no effect for 16-bit
             weights and on a CPU.
         **settings: arguments of :func:`seqtile.apply` to fix; the others are chosen.
@@ -121,6 +124,7 @@ def fit(
     choice = choose_for(
         model, TilingOptions(**settings), given=settings, max_length=max_length, device=device, optimizer=optimizer,
         engine=engine, sp_size=sp_size, cp_size=cp_size, lora=lora, batch_size=batch_size, autocast=autocast,
+        accumulation=gradient_accumulation,
     )  # fmt: skip
     return apply_choice(model, choice)
 
@@ -157,19 +161,28 @@ def choose_for(
     if isinstance(max_length, bool) or not isinstance(max_length, int) or max_length < 2:
         raise UserError(f"got max_length={max_length!r}, expected an int of at least 2")
     request, notes = describe(model, options, **question)
-    loss, no_loss = _loss(model, options, "loss" in given)
+    step = request.trainer or TrainerStep()
+    loss, no_loss = _loss(model, options, "loss" in given, step)
     notes += no_loss
-    if loss is None:
+    if loss is None and step.head not in ("scores", "hidden"):  # whose own heads run in tiles
         request = replace(request, options=replace(request.options, loss=None, loss_tile="auto"))
     fixed = {
         name: getattr(options, name) for name in CHOSEN if name in given or getattr(options, name) != DEFAULTS[name]
     }
+    if step.head == "hidden":
+        fixed["loss_tile"] = DIVERGENCE_TILE
     if options.checkpoint is None and options.offload_room:  # which means "layer"
         fixed.pop("checkpoint", None)
     with in_one_sentence(request.config):
         choice = choose(request, max_length, fixed, can_offload=request.device_type != "cpu")
     chosen = {name: getattr(choice.options, name) for name in CHOSEN if name not in fixed}
+    if loss is None:
+        chosen.pop("loss_tile", None)
     chosen_options = replace(options, loss=loss, **chosen)
+    if step.head in ("pairs", "divergence"):
+        whole = choice.estimate.terms.get("logits and loss", 0.0)
+        defer = "; seqtile.integrations.trl.tile_trainer(trainer) computes them in tiles" if step.can_defer else ""
+        notes.append(f"loss whole: the trainer computes whole logits, {whole / 2**30:,.2f} GiB at the peak{defer}")
     if recomputes is None:  # what an earlier call switched on is switched off before the choice is applied
         switched_on_here = any(policy.switched_on for policy in standing_checkpointing(model))
         recomputes = is_on(causal_model(model)) and not switched_on_here
@@ -181,10 +194,12 @@ def choose_for(
     return Choice(chosen_options, (*choice.why, *notes), choice.estimate)
 
 
-def _loss(model: nn.Module, options: TilingOptions, is_given: bool) -> tuple[str | None, list[str]]:
-    """The loss to apply: as given, or tiled where the model's forward calls its loss function; and a note if not."""
+def _loss(model: nn.Module, options: TilingOptions, is_given: bool, step: TrainerStep) -> tuple[str | None, list[str]]:
+    """The loss to apply: as given, or tiled where the step calls the model's loss or head; and a note if not."""
     if is_given or options.loss is not None:
         return options.loss, []
+    if not step.tiles_loss:
+        return None, []
     try:
         find_causal_lms(model)
     except UserError:
@@ -260,8 +275,17 @@ def describe(
     lora: Any = None,
     batch_size: int = 1,
     autocast: bool = True,
+    accumulation: int = 1,
+    step: TrainerStep | None = None,
 ) -> tuple[Request, list[str]]:
     """Build the plan's request for a live model, and notes where the plan deviates from it.
+
+    Args:
+        model: to train.
+        options: what is not the default stays as given.
+        device, optimizer, engine, sp_size, cp_size, lora, batch_size, autocast: of :func:`fit`.
+        accumulation: micro-batches whose gradients one update sums.
+        step: what a trainer does beside a supervised step; None is nothing.
 
     Raises:
         UserError: something that no plan knows.
@@ -269,10 +293,12 @@ def describe(
     causal = causal_model(model)
     config = getattr(causal, "config", None)
     has_head = getattr(causal, "get_output_embeddings", lambda: None)() is not None
+    if not has_head and is_classifier(causal):
+        step, has_head = replace(step or TrainerStep(), head="labels"), True
     if config is None or not hasattr(config, "get_text_config") or not has_head:
         raise UserError(
-            f"fit got {type(causal).__name__}, expected a causal language model of transformers (the plan builds "
-            "one from its config); use seqtile.apply"
+            f"fit got {type(causal).__name__}, expected a causal language model or a sequence classifier of "
+            "transformers (the plan builds one from its config); use seqtile.apply"
         )
     model_name = str(getattr(config, "name_or_path", "") or type(causal).__name__)
     refuse_encoder(config, model_name)
@@ -315,15 +341,30 @@ def describe(
             notes.append(
                 f"{reserved_bytes / 2**30:,.2f} GiB are reserved for weights that train fully or are frozen in fp32"
             )
+    attention = planned_attention(attention_kind(config) or "sdpa")
+    if step is not None:
+        taken = int(step.frozen + step.margin * planned_device.memory)
+        planned_device = replace(planned_device, memory=max(1, planned_device.memory - taken))
+        notes += step.notes
+        if step.head not in ("loss", "labels") and attention == "sdpa":
+            notes.append("not included: the [tokens, tokens] mask that sdpa attention builds for padded rows")
     request = Request(
         model=model_name, config=config, device=planned_device, gpus=processes, nodes=max(1, processes // on_this_host),
         engine=engine, sp_size=sp_size, cp_size=cp_size, lora=adapters, qlora=four_bit, experts_packed=experts_packed,
-        optimizer=optimizer,
-        options=planned_options(options), batch=batch_size, scans="installed",
-        precision=precision, attention=planned_attention(attention_kind(config) or "sdpa"), device_type=planned_type,
+        optimizer=optimizer, accumulation=accumulation, grpo=step.grpo if step else None, trainer=step,
+        options=planned_options(options), batch=batch_size * (step.rows if step else 1), scans="installed",
+        precision=precision, attention=attention, device_type=planned_type,
         host_memory=None if planned_type == "cpu" else available_host_bytes() or None,
     )  # fmt: skip
     return request, notes
+
+
+def is_classifier(model: nn.Module) -> bool:
+    """Whether ``model`` returns a few numbers for each sequence, from the hidden states of its last token."""
+    from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+
+    classes: Any = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.values()
+    return type(model) in classes
 
 
 def find_adapters(model: nn.Module) -> Lora | None:

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import Trainer
 
 import seqtile
 import tiny_run
@@ -289,20 +288,6 @@ def test_the_callback_asks_for_what_its_trainer_does(tmp_path: Path) -> None:
     assert report.why[0] in trainer.state.log_history[0]["seqtile"] and carries(trainer.model)
     with pytest.raises(UserError, match="needs max_length"):
         seqtile.TilingCallback(device="16GiB")
-    trl = pytest.importorskip("trl", reason="trl is not installed: it comes with seqtile[train]")
-    with pytest.raises(UserError, match="plans a supervised step, which DPOTrainer does not run"):
-        trainers.dpo(directory, tmp_path / "dpo", seqtile.TilingCallback(max_length=64))
-
-    class OtherArguments(trl.DPOTrainer):
-        """As LLaMA-Factory's, which skips TRL's constructor."""
-
-        def __init__(self, **arguments: Any) -> None:
-            Trainer.__init__(self, **arguments)
-
-    with pytest.raises(UserError, match="which OtherArguments does not run"):
-        OtherArguments(
-            model=trainer.model, args=trainer.args, callbacks=[seqtile.TilingCallback(max_length=64, device="16GiB")]
-        )
 
 
 def test_an_encoder_is_refused() -> None:

@@ -14,11 +14,13 @@ from seqtile._errors import UserError
 from seqtile._log import first_rank_logger
 from seqtile.devices import GIB, empty_cache, peak_resident_bytes
 from seqtile.engines.sequence_parallel import refuse_split_states
-from seqtile.fitting import Choice, apply_choice, choose_for, planned_optimizer
+from seqtile.fitting import Choice, apply_choice, choose_for
 from seqtile.install.apply import apply, apply_options, carries, tiled_names
 from seqtile.install.report import Report
 from seqtile.install.runs import forget_runs, what_ran
+from seqtile.integrations.trainer_steps import question_of
 from seqtile.options import OF_BLOCKS, TilingOptions
+from seqtile.planner.step_config import TrainerStep
 from seqtile.recognise.decoder_layers import states_of
 from seqtile.rules import Combination, check_combination
 
@@ -48,8 +50,9 @@ class TilingCallback(TrainerCallback):
 
     Args:
         report: of :func:`seqtile.apply`, for a model that is tiled already: it is logged and nothing is tiled.
-        max_length: tokens of the longest sequence; settings are chosen as by :func:`seqtile.fit` when the trainer is
-            built, with the trainer's optimizer, engine, batch size and precision.
+        max_length: tokens of the longest sequence, of each of a pair, or of a prompt with its completion; settings are
+            chosen as by :func:`seqtile.fit` when the trainer is built, with the trainer's optimizer, engine, batch size
+            and precision, and the rows and frozen models of TRL's trainers.
         device: with ``max_length``, the device to plan for, as for :func:`seqtile.fit`.
         **settings: keyword arguments of :func:`seqtile.apply`.
 
@@ -85,6 +88,7 @@ class TilingCallback(TrainerCallback):
         self._peaks: _Peaks | None = None
         self._at_start = self._collects_again = self._evaluated = False
         self._looks_for_longer, self._ranks = max_length is not None, 1  # ranks that share a sequence
+        self._step = TrainerStep()
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         """The trainer has been built."""
@@ -130,7 +134,7 @@ class TilingCallback(TrainerCallback):
         """A step is over: report the first batch that is longer than planned."""
         if not self._looks_for_longer or self._max_length is None:
             return
-        planned = self._max_length * args.per_device_train_batch_size // self._ranks
+        planned = self._max_length * args.per_device_train_batch_size * self._step.rows // self._ranks
         if (tokens := what_ran(model).tokens) > planned:
             self._looks_for_longer = False
             logger.warning(
@@ -164,8 +168,9 @@ class TilingCallback(TrainerCallback):
         if self._max_length is None:
             return apply_options(model, self._options)
         if self._choice is None:
-            question = {} if trainer is None else _question_of(trainer)
+            question = {} if trainer is None else question_of(trainer)
             self._ranks = question.get("sp_size", 1) * question.get("cp_size", 1)
+            self._step = question.get("step", self._step)
             self._choice = choose_for(
                 model, self._options, max_length=self._max_length, given=self._given, device=self._device, **question
             )
@@ -182,9 +187,11 @@ class TilingCallback(TrainerCallback):
             if trainer.is_deepspeed_enabled:
                 done.append(f"the {name} is not tiled: DeepSpeed has wrapped it already")
             elif self._options.tiled:
-                only_blocks = {option: getattr(self._options, option) for option in _OF_REFERENCE}
+                # As the plan counts it, whose reference runs as the policy does.
+                also = _OF_PLANNED_REFERENCE if self._choice is not None and self._step.head == "scores" else ()
+                settings = {option: getattr(self._options, option) for option in (*_OF_REFERENCE, *also)}
                 try:
-                    done.append(f"{name}: {apply(model, **only_blocks)}")
+                    done.append(f"{name}: {apply(model, **settings)}")
                 except UserError as error:
                     done.append(f"the {name} is not tiled: {error}")
         return done
@@ -203,30 +210,7 @@ class TilingCallback(TrainerCallback):
 _OF_REFERENCE = ("blocks", *(name for name in OF_BLOCKS if name != "keep"))
 """Options that apply to a reference or teacher model too, which has no backward."""
 
-
-def _question_of(trainer: Trainer) -> dict[str, Any]:
-    """Arguments of :func:`seqtile.fitting.choose_for` for a trainer."""
-    # LLaMA-Factory's preference trainers are TRL's with arguments of transformers.
-    bases = (*type(trainer).__mro__, *type(trainer.args).__mro__)
-    of_trl = {base.__name__ for base in bases if base.__module__.startswith("trl.")}
-    if of_trl and not of_trl & {"SFTTrainer", "SFTConfig"}:
-        raise UserError(
-            f"max_length plans a supervised step, which {type(trainer).__name__} does not run; pass settings to "
-            "TilingCallback instead, such as loss='tiled', checkpoint='attention-saved'"
-        )
-    args, engine = trainer.args, None
-    if trainer.is_fsdp_enabled:
-        engine = "fsdp2"
-    elif trainer.is_deepspeed_enabled:
-        stage = trainer.accelerator.state.deepspeed_plugin.zero_stage
-        engine = f"zero{stage}" if stage > 1 else None  # ZeRO-1 holds what DDP does, but for states
-    parallelism = getattr(trainer.accelerator, "parallelism_config", None)
-    return {
-        "engine": engine, "sp_size": getattr(parallelism, "sp_size", 1), "cp_size": getattr(parallelism, "cp_size", 1),
-        "optimizer": planned_optimizer(str(getattr(args.optim, "value", args.optim)), args.optim_args),
-        "batch_size": args.per_device_train_batch_size, "recomputes": args.gradient_checkpointing,
-        "autocast": args.bf16 or args.fp16,
-    }  # fmt: skip
+_OF_PLANNED_REFERENCE = ("loss", "loss_tile", "heads", "state", "chunk", "segment")
 
 
 def _lost(model: nn.Module, report: Report) -> list[str]:

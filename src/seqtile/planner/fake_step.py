@@ -298,6 +298,9 @@ def tracked_step(built: Built, setup: Setup, tokens: int, live: Tracker) -> Step
         ):
             loss = compute_loss(model, setup, batch)
             in_forward = False
+            with in_precision(setup, next(iter(batch.values())).device.type):
+                for step_kind in step_kinds_of(causal_model(model).config, setup):
+                    step_kind.after_forward(model, setup, batch)
             labels.begin_backward()
             loss.backward()
             del loss

@@ -122,6 +122,20 @@ def _own_reference(request: Request) -> bool:
     return request.grpo is not None and request.grpo.reference and request.lora is None
 
 
+def reference_bytes(request: Request, counts: Counts) -> float:
+    """Bytes on one device of a frozen reference as large as the policy."""
+    # DeepSpeed casts it as it does the policy, the others keep the type it was loaded in.
+    cast = request.engine in ("zero2", "zero3") or request.precision == "bfloat16"
+    size = float(request.setup().dtype.itemsize) if cast else 4.0
+    return size * counts.weights / (request.gpus if request.engine in ("fsdp2", "zero3") else 1)
+
+
+def gathered_reference(request: Request, counts: Counts) -> float:
+    """Bytes of it that are gathered while it runs."""
+    # trl/models/utils.py, prepare_fsdp: one unit, so that all of it is gathered at once.
+    return float(request.setup().dtype.itemsize * counts.weights) if request.engine == "fsdp2" else 0.0
+
+
 def row_cache(request: Request, counts: Counts, tokens: int) -> float:
     """Keys and values of one row of ``tokens``: each attention layer whole, no window, no compression."""
     size = 4 if request.precision == "float32" else 2
@@ -226,13 +240,9 @@ class GrpoStep(StepKind):
         grpo = request.grpo
         assert grpo is not None
         if _own_reference(request):
-            # DeepSpeed casts it as it does the policy, the others keep the type it was loaded in.
-            cast = request.engine in ("zero2", "zero3") or request.precision == "bfloat16"
-            size = float(request.setup().dtype.itemsize) if cast else 4.0
-            terms[REFERENCE] = size * counts.weights / (request.gpus if request.engine in ("fsdp2", "zero3") else 1)
-            if phase == SCORING and request.engine == "fsdp2":
-                # trl/models/utils.py, prepare_fsdp: one unit, so that all of it is gathered at once.
-                terms[REFERENCE] += request.setup().dtype.itemsize * counts.weights
+            terms[REFERENCE] = reference_bytes(request, counts)
+            if phase == SCORING:
+                terms[REFERENCE] += gathered_reference(request, counts)
         if phase in (GENERATION, SCORING) and request.engine == "fsdp2":
             terms.pop(GRADIENTS, None)  # gone with the update before
         if grpo.generator == "sleep" and phase != GENERATION:

@@ -9,8 +9,9 @@ from seqtile.planner.pictures import PictureStep
 from seqtile.planner.scans import ScanStep
 from seqtile.planner.step_config import Setup
 from seqtile.planner.step_kind import StepKind
+from seqtile.planner.trainer_kinds import LabelStep, ReferenceStep
 
-KINDS: tuple[StepKind, ...] = (PictureStep(), GrpoStep(), ScanStep())
+KINDS: tuple[StepKind, ...] = (PictureStep(), GrpoStep(), LabelStep(), ReferenceStep(), ScanStep())
 """To add one: a subclass of :class:`.StepKind` in a module of its own, and its instance here."""
 
 

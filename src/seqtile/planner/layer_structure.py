@@ -210,7 +210,8 @@ class Counts:
         layer_experts: those of ``experts`` that a layer has, the most of any layer.
         largest_product: weights of the last product of a decoder layer, the down projection of a dense MLP.
         root: everything outside the decoder layers.
-        layers, hidden, vocabulary: of the model.
+        layers, hidden: of the model.
+        vocabulary: of its head; 0 for a classifier.
         heads, key_heads, head_width: of the model, the most where its layers differ.
         attentions: decoder layers with attention; the others carry a state, or are an MLP alone.
     """
@@ -293,7 +294,7 @@ def count_weights(config: Any, model: nn.Module) -> Counts:
         heads=heads,
         key_heads=int(largest_of_layers(text, "num_key_value_heads") or heads),
         head_width=int(largest_of_layers(text, "head_dim") or hidden // heads),
-        vocabulary=int(text.vocab_size),
+        vocabulary=0 if head is None else int(text.vocab_size),
         attentions=sum(any(not mixer.has_state for mixer in layer.mixers) for layer in decoder),
     )
 

@@ -15,7 +15,7 @@ from seqtile.options import TilingOptions
 from seqtile.planner.accelerators import Device
 from seqtile.planner.layer_structure import Counts
 from seqtile.planner.names import check_names
-from seqtile.planner.step_config import PLANNED, Grpo, Lora, Pictures, Rollouts, Setup
+from seqtile.planner.step_config import PLANNED, Grpo, Lora, Pictures, Rollouts, Setup, TrainerStep
 from seqtile.recognise.packed_experts import why_experts_stay_whole
 from seqtile.rules import SHARDED, Combination, ModelFacts, check_combination
 
@@ -54,6 +54,7 @@ class Request:
         device_type: of the device, which ``tile="auto"`` asks for.
         grpo: a step of GRPO; None is a supervised one.
         pictures: in each row; None is text alone.
+        trainer: what a trainer's step does beside a supervised or a GRPO one.
         rope_scaling: what ``config`` was extended by, beyond the model's own positions.
         own_positions: the positions of the model itself, where ``config`` has more.
     """
@@ -82,6 +83,7 @@ class Request:
     device_type: str = "cuda"
     grpo: Grpo | None = None
     pictures: Pictures | None = None
+    trainer: TrainerStep | None = None
     rope_scaling: dict[str, Any] | None = None
     own_positions: int | None = None
 
@@ -170,6 +172,7 @@ class Request:
             liger=self.liger,
             rollouts=self.rollouts(),
             pictures=self.pictures,
+            trainer=self.trainer,
         )
 
 

@@ -75,6 +75,47 @@ class Grpo:
 
 
 @dataclass(frozen=True)
+class TrainerStep:
+    """What a trainer's step does beside a supervised one.
+
+    Attributes:
+        rows: rows of the model for each row of ``per_device_train_batch_size``.
+        head: what it computes from the last hidden states, one of :data:`HEADS`.
+        reference: a frozen model computes the same rows, without gradient, while the model's own graph is there.
+        own_reference: it is a model of its own, as large as the policy, and not the policy without its adapters.
+        frozen: bytes of further frozen models on each device: a teacher, reward models.
+        grpo: completions are generated and scored.
+        can_defer: :func:`seqtile.integrations.trl.tile_trainer` spares it whole logits.
+        margin: share of the device to leave free, for what no plan knows.
+        notes: of all that, in sentences.
+    """
+
+    rows: int = 1
+    head: str = "loss"
+    reference: bool = False
+    own_reference: bool = False
+    frozen: float = 0.0
+    grpo: Grpo | None = None
+    can_defer: bool = False
+    margin: float = 0.0
+    notes: tuple[str, ...] = ()
+
+    @property
+    def tiles_loss(self) -> bool:
+        """Whether ``loss="tiled"`` has an effect."""
+        return self.head in ("loss", "scores")
+
+
+DIVERGENCE_TILE = 4096
+"""Tokens in a tile of ``DistillationTrainer``'s own head (``trl/kernels/chunked_divergence.py``)."""
+
+HEADS = ("loss", "scores", "hidden", "pairs", "divergence", "labels")
+"""The model's own loss; log-probabilities of tokens by TRL's fused head, which the tiled loss replaces; a head of the
+trainer's own, in tiles; log-probabilities and a loss from whole logits; a divergence from those of two models; a
+number or a few for each sequence or token, without a vocabulary."""
+
+
+@dataclass(frozen=True)
 class Rollouts:
     """Tensors that generation and scoring leave for the steps of an update.
 
@@ -139,6 +180,7 @@ class Setup:
         scans: of layers with a state, one of :data:`seqtile.planner.names.SCANS`.
         rollouts: of a step of GRPO; None is a supervised one.
         pictures: in each row; None is text alone.
+        trainer: what a trainer's step does beside; None is nothing.
         liger: the shapes of Liger's norm and SwiGLU kernels, on fake tensors only.
         device_type: of the device that the step is sized for; fake tensors themselves are on the CPU.
     """
@@ -157,6 +199,7 @@ class Setup:
     liger: bool = False
     rollouts: Rollouts | None = None
     pictures: Pictures | None = None
+    trainer: TrainerStep | None = None
 
     @property
     def loss_tile(self) -> int:

@@ -55,6 +55,9 @@ class StepKind:
         """The loss; None for the model's own."""
         return None
 
+    def after_forward(self, model: Any, setup: Setup, batch: Mapping[str, Tensor]) -> None:
+        """Run what the step computes between the loss and the backward."""
+
     # Used by the plan.
 
     def check(self, request: Request, max_length: int | None) -> None:
