@@ -53,18 +53,20 @@ class StandIn:
             raise RuntimeError(_COPIED)
         return module
 
-    def refuse_copies(self) -> None:
-        """Raise where a shallow copy of the module calls: ``copy.copy`` copies the attribute as it is."""
+    def refuse_copies(self) -> Any:
+        """The module; raises where a shallow copy of it calls: ``copy.copy`` copies the attribute as it is."""
+        module = self._module()
         frame: types.FrameType | None = sys._getframe(1)
         for _ in range(_FRAMES):
             if frame is None:
-                return
+                break
             if frame.f_code is CALL_CODE:
                 caller = frame.f_locals["self"]
-                if caller is not self._module() and caller.__dict__.get("forward") is self:
+                if caller is not module and caller.__dict__.get("forward") is self:
                     raise RuntimeError(_COPIED)
-                return
+                break
             frame = frame.f_back
+        return module
 
     def is_news(self, text: str) -> bool:
         """Whether ``text`` was not said before; from now on it was."""
@@ -107,7 +109,7 @@ class ForwardStandIn(StandIn):
 
         A bound method would do, but ``torch.compile`` writes one down as ``module.forward``, which is ours.
         """
-        module = self.module
+        module = self._module() or self.module  # the property raises
         return self.before.get("forward") or partial(type(module).forward, module)
 
     def note(self) -> str:

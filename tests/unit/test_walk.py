@@ -13,7 +13,7 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "walk.py"
 pytestmark = pytest.mark.skipif(not SCRIPT.exists(), reason="no benchmarks here: an installed package")
 
 
-@pytest.mark.parametrize(("way", "calls", "switches"), [("fused", 88, 46), ("head-wise", 110, 50)])
+@pytest.mark.parametrize(("way", "calls", "switches"), [("fused", 60, 36), ("head-wise", 103, 49)])
 def test_the_walk_is_short(way: str, calls: int, switches: int) -> None:
     """It was 284 calls with 91 switches between files, and 230 with 102; the norm before attention has 8 of them.
 
@@ -22,5 +22,5 @@ def test_the_walk_is_short(way: str, calls: int, switches: int) -> None:
     command = [sys.executable, str(SCRIPT), "--way", way]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     found = json.loads(done.stdout.splitlines()[-1])
-    assert 60 < found["calls"] <= calls
+    assert 40 < found["calls"] <= calls
     assert 20 < found["switches"] <= switches

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from operator import is_
 from typing import Any
@@ -143,6 +143,7 @@ class Operands:
         trained: the weights that train.
         shape: what the tile rule needs to know.
         dense_bytes: of the packed weights, once they are made dense.
+        sizes: of the tiles, by the tokens of a batch.
     """
 
     fused: FusedWeights | RowWise | None
@@ -150,6 +151,7 @@ class Operands:
     trained: tuple[Tensor, ...]
     shape: BlockShape
     dense_bytes: int
+    sizes: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
 
 class Verdict:
@@ -176,13 +178,13 @@ class Verdict:
         self._tensors, self._operands = [], None
 
     def operands(
-        self, setting: Setting, x: Tensor, lanes: int, computed: Mapping[str, Tensor], fuses_norms: bool
-    ) -> Operands:
+        self, tensors: list[Tensor], setting: Setting, x: Tensor, lanes: int, computed: Mapping[str, Tensor],
+        fuses_norms: bool,
+    ) -> Operands:  # fmt: skip
         """The live weights; while the modules' tensors are the same objects, those of the last call.
 
         Engines put others in their places, empty them, or hide them behind attributes.
         """
-        tensors = self.snapshot.tensors()
         same = len(tensors) == len(self._tensors) and all(map(is_, tensors, self._tensors))
         if same and self._operands is not None and all(map(Tensor.numel, tensors)):
             return self._operands
@@ -344,7 +346,7 @@ class Installed(ForwardStandIn):
             computed: weights that were computed for this call, in place of the modules' own of these names.
             unpacked: computes frozen weights from packed ones, in place of the modules' own of these names.
         """
-        if inside_a_tile():
+        if _thread.inside:
             self.acted = self.acted or _thread.inside == "tile"
             return untiled()
         if torch.compiler.is_compiling():
@@ -359,15 +361,17 @@ class Installed(ForwardStandIn):
         if transform_level() is not None or in_forward_mode():
             why = "torch.func transforms and forward-mode derivatives do not support tiles"
             return self._run_untiled(why, untiled)
-        verdict = self.verdict(chain, mode or mode_of(tensors))
+        verdict, weights = self.verdict(chain, mode or mode_of(tensors))
         if verdict.refusal:
             return self._run_untiled(verdict.refusal, untiled)
-        operands = verdict.operands(self.setting, x, lanes, computed, self.fuses_norms)
+        operands = verdict.operands(weights, self.setting, x, lanes, computed, self.fuses_norms)
         if operands.not_fused and self.falls_back and self.is_news(operands.not_fused):
             logger.warning("%s switched to the generic operator: %s", self.title, operands.not_fused)
         tokens = x.shape[:-1].numel()
         fused, chunk = operands.fused, _thread.chunk
-        sizes = self.setting.rule.tile_sizes(tokens, operands.shape)
+        sizes = operands.sizes.get(tokens)
+        if sizes is None:
+            sizes = operands.sizes[tokens] = self.setting.rule.tile_sizes(tokens, operands.shape)
         if chunk and fused is None:
             sizes = ()  # the generic operator would compare weights, of which each chunk has aliases of its own
             if self.setting.rule.kind != "auto":
@@ -387,28 +391,30 @@ class Installed(ForwardStandIn):
             assert verdict.proof.graph is not None
             return fused_norm(x, fused, verdict.proof.graph.outputs[2][2], sizes)
         dense = operands.dense_bytes
-        holds_dense = keep.holds_dense(dense)
+        holds_dense = not dense or keep.holds_dense(dense)
         if chunk == "followed":
             self.fused = True
             return fused_mlp(x, fused, sizes, keep=1.0, holds_dense=holds_dense, under_checkpoint=True)
-        kept_share = keep.share(sizes, operands.shape, dense)
+        kept_share = keep.share(sizes, operands.shape, dense) if keep.value else 0.0
         self.fused, self.kept = True, self.kept or kept_share * len(sizes) >= 1
         return fused_mlp(x, fused, sizes, keep=kept_share, holds_dense=holds_dense)
 
-    def verdict(self, chain: Chain, mode: Mode) -> Verdict:
-        """The verdict on ``chain`` in this mode; the previous call's, as long as the modules have not changed.
+    def verdict(self, chain: Chain, mode: Mode) -> tuple[Verdict, list[Tensor]]:
+        """The verdict on ``chain`` in this mode, the previous call's while nothing has changed; and the live tensors.
 
         Cost:
             About 10 µs if they have not changed; else see :func:`seqtile.recognise.proof.prove`.
         """
         verdict = self._verdicts.get(mode)
-        if verdict is None or verdict.chain != chain or not verdict.snapshot.holds():
+        tensors = [] if verdict is None else verdict.snapshot.tensors()
+        if verdict is None or verdict.chain != chain or not verdict.snapshot.holds(tensors):
             verdict = self._judge(chain, mode)
+            tensors = verdict.snapshot.tensors()
         if verdict is not self._last:
             if self._last is not None:
                 self._last.forget_weights()  # which may be replaced before that mode runs again
             self._last = verdict
-        return verdict
+        return verdict, tensors
 
     def _judge(self, chain: Chain, mode: Mode) -> Verdict:
         """Prove modules that are new or have changed."""
@@ -497,7 +503,7 @@ class Installed(ForwardStandIn):
             axes: tuple[int | str, ...] = _AXES.get(dim) or ("b",) * (dim - 1)
             mode = Mode((((*axes, setting.hidden), dtype),), device, autocast_dtype(device.type), gradients)
             chain = Chain(((setting.name, self.module),), "experts" if setting.experts else "block")
-            refusal = self.verdict(chain, mode).refusal
+            refusal = self.verdict(chain, mode)[0].refusal
         if refusal:
             self._log_untiled(refusal)
         return not refusal

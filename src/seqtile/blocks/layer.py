@@ -40,7 +40,7 @@ from seqtile.ops.attention.kernel_calls import names_of_kernels
 from seqtile.recognise.chain import Chain
 from seqtile.recognise.known_functions import with_rotary
 from seqtile.recognise.layer_parts import Neighbours, device_types
-from seqtile.recognise.live_weights import has_foreign_hooks, has_hooks
+from seqtile.recognise.live_weights import has_foreign_hooks, has_hooks, hooks_of
 
 _ALLOWED = frozenset("shape dtype device ndim layout is_cuda dim size is_floating_point".split())
 """Attributes and functions that a placeholder supports."""
@@ -53,14 +53,6 @@ class Placeholder(Tensor):
     """A result that is computed later, in tiles; only the next member may read it."""
 
     sequence: Members
-
-    @classmethod
-    def like(cls, hidden_states: Tensor, sequence: Members) -> Placeholder:
-        """One of the shape, dtype and device of ``hidden_states``, without memory."""
-        shape, dtype, device = hidden_states.shape, hidden_states.dtype, hidden_states.device
-        placeholder: Placeholder = make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
-        placeholder.sequence = sequence
-        return placeholder
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -123,7 +115,7 @@ class Members:
 
     def _begin(self) -> None:
         self.at, self.inputs, self.versions = 0, list[Tensor](), list[int]()
-        self.held: Tensor | None = None
+        self.held: Any = None
         self.context: tuple[bool, ...] | None = None
         self.dropped: dict[str, float] = {}
 
@@ -159,7 +151,9 @@ class Members:
             self.refuse()
         self.at += 1
         if self.at < len(self.events):
-            self.held = Placeholder.like(self.inputs[0], self)
+            x = self.inputs[0]
+            self.held = make_wrapper_subclass(Placeholder, x.shape, dtype=x.dtype, device=x.device)
+            self.held.sequence = self
             return self.held
         inputs, dropped = self.inputs, self.dropped
         for tensor, version in zip(inputs, self.versions, strict=True):
@@ -287,8 +281,7 @@ class TiledLayer(Installed):
             kwargs: of the call.
             chunk: the layer as one chunk of its sequence sees it, from :mod:`seqtile.chunks`.
         """
-        self.refuse_copies()
-        module = self.module
+        module = self.refuse_copies()
         layer = module if chunk is None else chunk
         if reason := self._why_apart(module):
             return self._apart(reason, layer, args, kwargs)
@@ -315,14 +308,14 @@ class TiledLayer(Installed):
 
     def _why_apart(self, layer: nn.Module) -> str:
         """Why the members cannot run in one tile now, or ""."""
-        if _forward_code(layer) is not self._code:
+        if getattr(type(layer).forward, "__code__", None) is not self._code:
             return "its forward differs from the one that seqtile read"
         if any(HOOKS_OF_ALL) and (hook := hook_on_every_module()):
             return f"a hook on every module ({hook}) would see tiles"
         fsdp1, hooked = wrapper(), []
         for name in self.names:
             member = getattr(layer, name)
-            if isinstance(member, nn.Module) and (has_hooks(member) or isinstance(member, fsdp1)):
+            if isinstance(member, nn.Module) and (any(hooks_of(member)) or isinstance(member, fsdp1)):
                 hooked.append(name)
             elif (
                 isinstance(member, nn.Module) and getattr(member.__dict__.get("forward"), "owner", "") == "tile_module"
@@ -349,7 +342,7 @@ class TiledLayer(Installed):
     ) -> Any:
         """Run the layer's forward, under a long mask without the kernel that is wrong then (recompute too)."""
         if not has_long_mask((*args, *kwargs.values())):
-            return self._looked_at(forward, args, kwargs)
+            return forward(*args, **kwargs) if self._watched else self._looked_at(forward, args, kwargs)
         forward = functools.partial(without_wrong_kernel, forward)
         attributes = layer.__dict__
         checkpoint = attributes.get(CHECKPOINT_FUNCTION)

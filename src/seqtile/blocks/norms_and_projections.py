@@ -61,7 +61,9 @@ class KernelNorm(TiledRows):
         operands = None
         if not torch.compiler.is_compiling():
             self.refuse_copies()
-            operands = self.operands(args[0]) if len(args) == 1 and not kwargs else None
+            alone = len(args) == 1 and not kwargs and type(args[0]) in PLAIN
+            if alone and BY_DEVICE.get(args[0].device.type, NORM_KERNELS) is not None:
+                operands = self.operands(args[0])
         if operands is None:
             return self.original(*args, **kwargs)
         norm, dtype = operands
@@ -78,7 +80,7 @@ class KernelNorm(TiledRows):
             self._gave_up = kernels.failed
         if self._gave_up:
             return None
-        verdict = self.verdict(Chain(((self.setting.name, self.module),)), mode_of((x,)))
+        verdict, _ = self.verdict(Chain(((self.setting.name, self.module),)), mode_of((x,)))
         proof = verdict.proof
         if proof.norm is None or proof.graph is None:
             self._log_untiled(proof.why_not or OTHER_FORMULA)

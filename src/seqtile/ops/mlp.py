@@ -32,9 +32,10 @@ from seqtile.ops.linear import Kind, Packed, Projection, plain_projection
 from seqtile.ops.mlp_tile import MlpPlan, Pass
 from seqtile.ops.normed_linears import sums_for
 from seqtile.ops.pointwise import Activation
-from seqtile.ops.rng import Autocast, RandomState, RowWise
+from seqtile.ops.rng import Autocast, NormKind, RandomState, RowWise
 from seqtile.ops.tile_linear import AROUND, SumOfOne
 from seqtile.ops.token_tiles import refuse_second_derivative, refuse_trace
+from seqtile.tiling import tile_ranges
 
 
 @dataclass(frozen=True)
@@ -62,15 +63,21 @@ class FusedWeights:
     dropout: float = 0.0
 
     @cached_property
-    def split(self) -> tuple[list[Tensor], list[Kind]]:
-        """Every tensor, in the order in which a pass takes them back, and the kinds of ``first`` and ``down``."""
-        tensors, kinds = [], []
+    def split(self) -> tuple[list[Tensor], list[Kind], list[NormKind | None]]:
+        """Every tensor, in the order in which a pass takes them back, and the kinds of projections and norms."""
+        tensors, kinds, norms = [], [], list[NormKind | None]()
         for projection in (*self.first, self.down):
             tensors += projection.tensors()
             kinds.append(projection.kind())
         for norm in (self.before, self.after):
             tensors += norm.weights if norm is not None else ()
-        return tensors, kinds
+            norms.append(norm.kind() if norm is not None else None)
+        return tensors, kinds, norms
+
+    @cached_property
+    def draws(self) -> bool:
+        """Whether something drops at random."""
+        return self.dropout > 0 or any(kind.has_adapter and kind.dropout > 0 for kind in self.split[1])
 
     @cached_property
     def packed_numel(self) -> int:
@@ -139,16 +146,15 @@ def fused_mlp(
         raise ValueError(f"cannot tile: sizes sum to {sum(sizes):,}, expected {rows:,} rows")
     if not 0.0 <= keep <= 1.0:
         raise ValueError(f"keep={keep}: expected a fraction of the tiles, 0.0 to 1.0")
-    tensors, kinds = mlp.split
+    tensors, kinds, norms = mlp.split
     for t in (x, *tensors):
         if t.is_complex():
             raise TypeError(f"the fused operator does not support {t.dtype}; use run_in_tiles (path='generic')")
-    drops = mlp.dropout > 0 or any([kind.has_adapter and kind.dropout > 0 for kind in kinds])
     plan = MlpPlan(
         tuple(kinds[:-1]), kinds[-1], mlp.activation, mlp.gated, mlp.up_first,
-        mlp.before.kind() if mlp.before else None, mlp.after.kind() if mlp.after else None, mlp.dropout, sizes,
+        norms[0], norms[1], mlp.dropout, sizes,
         math.floor(keep * len(sizes) + 1e-9), under_checkpoint, holds_dense, Autocast.of(x),
-        RandomState(x.device) if drops else None,
+        RandomState(x.device) if mlp.draws else None,
     )  # fmt: skip
     try:
         x.view(-1, x.shape[-1])
@@ -164,13 +170,13 @@ def fused_mlp(
 def _run_tiles(
     plan: MlpPlan, x: Tensor, tensors: Sequence[Tensor], kept: dict[int, tuple[Tensor, ...]] | None
 ) -> Tensor:
-    tiles = plan.tiles()
     with plan.autocast.off():
         work = Pass(plan, x.device, tensors, [None] * len(tensors))
         rows = x.view(-1, x.shape[-1])  # [..., D] -> [N, D]
-        output = torch.empty(*x.shape[:-1], work.output_width, dtype=work.output_dtype(rows), device=x.device)
+        dtype = work.dtype if work.after is None else work.output_dtype(rows)
+        output = torch.empty(*x.shape[:-1], work.output_width, dtype=dtype, device=x.device)
         flat = output.view(-1, output.shape[-1])  # [..., D] -> [N, D]
-        for index, (start, size) in tiles:
+        for index, (start, size) in enumerate(tile_ranges(plan.sizes)):
             keep = kept is not None and index < plan.keep
             values = work.forward(rows.narrow(0, start, size), flat.narrow(0, start, size), keep=keep)
             if kept is not None and values:
@@ -228,7 +234,7 @@ class _Fused(torch.autograd.Function):
             work = Pass(plan, x.device, tensors, sums_for(tensors, needs, ctx.around))
             rows = x.view(-1, x.shape[-1])  # [N, D]
             dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needs_x else None
-            for index, (start, size) in plan.tiles():
+            for index, (start, size) in enumerate(tile_ranges(plan.sizes)):
                 work.backward(
                     rows.narrow(0, start, size),
                     dy.narrow(0, start, size),

@@ -5,7 +5,7 @@ Shapes: ``t`` tokens of the tile, ``D`` features of the block's input and output
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,6 @@ from seqtile.ops.linear import Kind, Layer
 from seqtile.ops.normed_linears import Norm, NormedLinears
 from seqtile.ops.pointwise import Activation, pointwise_on
 from seqtile.ops.rng import Autocast, NormKind, RandomState
-from seqtile.tiling import tile_ranges
 
 
 @dataclass(frozen=True)
@@ -56,10 +55,6 @@ class MlpPlan:
     autocast: Autocast
     random: RandomState | None
 
-    def tiles(self) -> Iterator[tuple[int, tuple[int, int]]]:
-        """The number of each tile, and its first token and tokens."""
-        return enumerate(tile_ranges(self.sizes))
-
 
 class Pass:
     """One forward or one backward over all tiles.
@@ -91,9 +86,8 @@ class Pass:
         self._longest = max(plan.sizes, default=0)
 
     def output_dtype(self, rows: Tensor) -> torch.dtype:
-        """The dtype of the block's output: that of the norm after, or the compute dtype."""
-        if self.after is None:
-            return self.dtype
+        """The dtype of the block's output where a norm comes after."""
+        assert self.after is not None
         return self.after.forward(rows.new_zeros(1, self.output_width, dtype=self.dtype)).dtype
 
     def gradients(self, around: Sequence[Any] | None = None) -> list[Tensor | None]:

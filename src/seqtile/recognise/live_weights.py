@@ -7,7 +7,6 @@ the operator computes (:mod:`seqtile.recognise.formula`); weights that a trace c
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -15,14 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from seqtile._compat import HOOKS, captures_by_forward, captures_nothing
+from seqtile._shallow import view_of
 from seqtile.counting.fake import PLAIN
-from seqtile.engines.flat import ParameterSwap, call_with_weights, named_weights
+from seqtile.engines.flat import named_weights
 from seqtile.ops.linear import Adapter, Packed, Projection
 from seqtile.ops.norm import NormFormula
 from seqtile.ops.rng import RowWise
 from seqtile.recognise.known_kernels import DenseLinear, has_twin, own_forward
 
-_hooks_of = attrgetter(*HOOKS)
+hooks_of = attrgetter(*HOOKS)
 _ADAPTED = (
     ("peft.tuners.lora.layer", "Linear"),
     ("peft.tuners.lora.bnb", "Linear4bit"),
@@ -32,7 +32,7 @@ _ADAPTED = (
 
 def has_hooks(module: nn.Module) -> bool:
     """Whether calling the module does more than its forward."""
-    return any(_hooks_of(module))
+    return any(hooks_of(module))
 
 
 def has_foreign_hooks(module: nn.Module) -> bool:
@@ -70,7 +70,7 @@ def row_wise(
             parameter, and inside head-wise attention no view of one either.
     """
     own = own_forward(norm)
-    if (has_hooks(norm) and not runs_hooks) or (own is not None and not has_twin(norm)):
+    if (has_hooks(norm) and not runs_hooks) or not (own is None or (has_twin(norm) and hasattr(own, "__func__"))):
         return f"{type(norm).__name__} has hooks"
     live = {name: getattr(norm, name) for name in names} or dict(named_weights(norm))
     if next(norm.children(), None) is not None:
@@ -80,13 +80,14 @@ def row_wise(
             return f"{type(norm).__name__} is no row-wise norm"
         if reason := _unusable(weight):
             return f"{type(norm).__name__}: {reason}"
-    paths = [f"0.{name}" for name in live]
+    attributes = tuple(live)
     # Below seqtile's stand-in, which would run the operator once more where the kernel has failed, without end.
-    forward = own or partial(type(norm).forward, norm)
+    forward = getattr(own, "__func__", type(norm).forward)
 
     def function(rows: Tensor, weights: Sequence[Tensor]) -> Tensor:
-        live_weights = dict(zip(paths, weights, strict=True))
-        return call_with_weights(ParameterSwap((norm,)), live_weights, (forward, rows))  # type: ignore[no-any-return]
+        view = view_of(norm)
+        view.__dict__.update(zip(attributes, weights, strict=True))  # an attribute hides the parameter
+        return forward(view, rows)  # type: ignore[no-any-return]
 
     return RowWise(function, tuple(live.values()), formula)
 
