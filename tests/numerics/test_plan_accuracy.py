@@ -15,6 +15,7 @@ from transformers import CONFIG_MAPPING, AutoConfig
 
 import plan_published
 from seqtile.cli.flags import options_of
+from seqtile.options import changed
 from seqtile.planner.accelerators import Device
 from seqtile.planner.memory_plan import Planner
 from seqtile.planner.request import Request
@@ -99,6 +100,22 @@ def test_the_loss_that_is_asked_for_is_planned(flags: dict[str, Any]) -> None:
     terms = planner.estimate(1024).terms
     planned = sum(value for name, value in terms.items() if name != CONTEXT)
     assert planned == pytest.approx(plan_accuracy.measure(config, setup, 1024), rel=0.005)
+
+
+@pytest.mark.parametrize(
+    ("model", "checkpoint"),
+    [("llama", "none:2"), ("llama", "none:1+attention-saved:2"), ("gemma3_text", "none:1+attention-saved:2")],
+)
+def test_checkpoints_by_layer_are_predicted(model: str, checkpoint: str) -> None:
+    """A step of full attention, and one whose layers read windows of two sizes."""
+    config = plan_accuracy.Cell("llama", 2500, "none", False).config()
+    if model != "llama":
+        layers = {"layer_types": ["sliding_attention", "full_attention"] * 3, "sliding_window": 512, "head_dim": 32}
+        config = AutoConfig.for_model(model, **{**plan_accuracy.COMMON, "num_hidden_layers": 6, **layers})
+    setup = changed(plan_accuracy.Cell("llama", 2500, "loss, MLP, checkpoints", False).setup(), checkpoint=checkpoint)
+    found = plan_accuracy.predict(config, setup, 2500, workspace=plan_accuracy.cpu_workspace, device_type="cpu")
+    error = found.peak / plan_accuracy.measure(config, setup, 2500) - 1
+    assert -0.005 <= error <= 0.01
 
 
 @pytest.mark.parametrize(

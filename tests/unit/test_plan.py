@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import re
 import subprocess
 import sys
@@ -35,6 +36,7 @@ from seqtile.planner.extrapolate import fit_for
 from seqtile.planner.fake_step import build, fake_step
 from seqtile.planner.flops import forward_of_layers
 from seqtile.planner.layer_structure import count_weights
+from seqtile.planner.live_at_peaks import CHECKPOINTS, KEPT
 from seqtile.planner.memory_plan import WORTH, Estimate, Planner, choose_attention_saved, plan
 from seqtile.planner.names import STATE_BYTES
 from seqtile.planner.phases import Phase
@@ -789,6 +791,50 @@ def test_the_bound_is_one(folder: Path, changes: dict[str, Any]) -> None:
     assert one.at_least(4096) <= one.estimate(4096).device.low
 
 
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_plan_by_layer_lies_between_those_of_its_policies(folder: Path, offload: bool) -> None:
+    """In memory and time, on the device and the host; with the bytes that checkpoints of these layers keep."""
+    request, tokens = request_of(folder, offload=offload, blocks="none"), 16384
+    layers, (plain, saved) = SIZES["num_hidden_layers"], (1, 2)
+    mixed = f"none:{plain}+attention-saved:{saved}"
+    planners = {name: Planner(changed(request, checkpoint=name)) for name in ("layer", "attention-saved", mixed)}
+    if not offload:
+        planners["none"] = Planner(changed(request, checkpoint=None))
+    estimates = {name: planner.estimate(tokens) for name, planner in planners.items()}
+    device = {name: estimate.device.expected for name, estimate in estimates.items()}
+    seconds = {name: planner.work(tokens).seconds(989.0, 1) for name, planner in planners.items()}
+    kept = {name: estimate.host_terms if offload else estimate.terms for name, estimate in estimates.items()}
+    least, (more, most) = device["layer"], (device[mixed], device.get("none", math.inf))
+    assert least < more < most and seconds["layer"] > seconds[mixed]
+    assert (
+        kept[mixed][KEPT]
+        == kept["attention-saved"][KEPT] * saved / layers
+        == planners[mixed].attention_outputs(tokens, mixed)
+    )
+    if offload:
+        assert kept[mixed][CHECKPOINTS] == kept["layer"][CHECKPOINTS] * (layers - plain) / layers
+        assert planners[mixed].at_least(tokens) > planners["layer"].at_least(tokens)
+    assert planners[mixed].at_least(tokens) <= estimates[mixed].device.low
+    uniform = planners["none"].work(tokens) if not offload else planners["attention-saved"].work(tokens)
+    assert uniform.attention < planners[mixed].work(tokens).attention < planners["layer"].work(tokens).attention
+
+
+def test_the_first_layers_get_what_room_the_host_has(folder: Path) -> None:
+    """As many whole checkpoints of the first layers as fit; those of the last ones are larger."""
+    request = request_of(folder, offload=True, checkpoint="attention-saved:1")
+    tokens, layers = 16384, SIZES["num_hidden_layers"]
+    kept = Planner(request).estimate(tokens).host_terms
+    each, larger = kept[CHECKPOINTS] / layers, kept[KEPT]
+    room = (layers - 1) * each + larger / 2
+    short = Planner(changed(request, offload=f"{int(room)}B")).estimate(tokens)
+    assert short.moved == pytest.approx((layers - 1) * each / (layers * each + larger))
+
+
+def test_counts_beyond_the_layers_are_refused(folder: Path) -> None:
+    with pytest.raises(UserError, match=r"counts 99 layers, but .* has \d"):
+        Planner(request_of(folder, checkpoint="none:99"))
+
+
 def test_attention_that_cannot_be_saved_is_said(planner: Planner) -> None:
     _, saving = choose_attention_saved(other(planner, attention="eager"), 16384)
     assert not saving.chosen
@@ -1038,7 +1084,7 @@ def test_states_in_formulas_are_those_of_the_optimizer(name: str) -> None:
 
 
 @pytest.mark.parametrize("lora", [None, Lora(4)], ids=["full", "adapters"])
-@pytest.mark.parametrize("checkpoint", ["layer", "attention-saved", None])
+@pytest.mark.parametrize("checkpoint", ["layer", "attention-saved", None, "none:1+attention-saved:1"])
 def test_operations_are_those_that_are_counted(folder: Path, lora: Lora | None, checkpoint: str) -> None:
     """Attention's own kernel is not a matrix product, so that a short row is counted without it."""
     request = request_of(folder, lora=lora, checkpoint=checkpoint, blocks="none", precision="float32")

@@ -48,6 +48,7 @@ CASES = {
     "llama, untiled, full loss": setup(**UNTILED, loss=None, checkpoint=None),
     "qwen3, adapters": setup(lora=Lora(4), optimizer="sgd-momentum"),
     "qwen3, attention saved": setup(checkpoint="attention-saved"),
+    "qwen3, by layer": setup(checkpoint="none:1+attention-saved:1"),
     "gpt2": setup(optimizer="sgd"),
     "opt": setup(optimizer="adamw-8bit"),
     "phi3, accumulation": setup(accumulation=2),
@@ -184,6 +185,35 @@ def test_one_layer_of_each_kind_stands_for_all_of_them(architecture: str, how: d
         assert sum(terms.values()) == pytest.approx(whole.peaks[phase].total, rel=1e-2), phase
         assert min(terms.values()) >= 0, phase
     assert max(sum(terms.values()) for terms in planned.values()) == pytest.approx(whole.peak, rel=1e-3)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "lfm2", "gemma2"])
+def test_layers_with_policies_of_their_own_need_no_fake_runs_of_their_own(
+    architecture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each followed part of the step against a fake run of the whole model, and so the peak."""
+    if architecture == "lfm2" and transformers.__version__.startswith("5.0."):
+        pytest.skip("transformers 5.0 moves a part's peak with the depth")
+    sizes = {**zoo._BASE, "num_hidden_layers": 14, **HYBRID.get(architecture, {})}
+    config = AutoConfig.for_model(architecture, **sizes)
+    how = setup(**UNTILED, attention="flash", device_type="cuda", scans="kernels")
+    depths, steps = find_depths(config, build_bare(config, how, "meta")), {}
+    for policy in (None, "layer", "attention-saved"):
+        fit_lines(config, changed(how, checkpoint=policy), depths, [LENGTH], None, steps)
+    peaks = []
+    for checkpoint in ("attention-saved:6", "none:3+attention-saved:6", "layer:1+none:3+attention-saved"):
+        mixed = changed(how, checkpoint=checkpoint)
+        whole = fake_step(config, mixed, LENGTH)
+        with monkeypatch.context() as patch:
+            patch.setattr("seqtile.planner.extrapolate.fake_step", None)
+            lines = fit_lines(config, mixed, depths.with_checkpoint(checkpoint), [LENGTH], None, steps)
+        planned = lines.at(LENGTH)
+        for phase, terms in planned.items():
+            assert sum(terms.values()) == pytest.approx(whole.peaks[phase].total, rel=2e-2), phase
+            assert min(terms.values()) >= 0, phase
+        peaks.append(max(sum(terms.values()) for terms in planned.values()))
+        assert peaks[-1] == pytest.approx(whole.peak, rel=1e-3)
+    assert len({*peaks}) == 3
 
 
 def test_a_cut_model_keeps_the_first_layers() -> None:

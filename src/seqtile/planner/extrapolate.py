@@ -15,7 +15,7 @@ from seqtile.models.layer_fields import experts_of
 from seqtile.ops.attention.prefix import KEYS_AT_ONCE
 from seqtile.options import changed
 from seqtile.planner.fake_step import build, build_bare, fake_step
-from seqtile.planner.layer_structure import Depths, find_depths
+from seqtile.planner.layer_structure import Depths, LayerSample, find_depths
 from seqtile.planner.live_at_peaks import KEPT_TILES, KERNELS, PIECE_GRADIENTS, Workspace
 from seqtile.planner.phases import Phase
 from seqtile.planner.step_config import Setup
@@ -76,32 +76,57 @@ def _through(points: Points, tokens: int) -> dict[Phase, dict[str, float]]:
     return parts
 
 
+SampleSteps = dict[tuple[Setup, int, LayerSample], tuple[Mapping[Phase, Terms], bool]]
+"""What the parts of fake steps held, and whether there was a ``[tokens, tokens]`` tensor."""
+
+
 def fit_lines(
-    config: Any, setup: Setup, depths: Depths, lengths: Sequence[int], workspace: Workspace | None
+    config: Any, setup: Setup, depths: Depths, lengths: Sequence[int], workspace: Workspace | None,
+    steps: SampleSteps | None = None,
 ) -> Lines:  # fmt: skip
     """Run the step on fake tensors at two of ``lengths``, and at all where a ``[tokens, tokens]`` tensor is seen.
 
-    ``setup`` is resolved and keeps no tile or every one.
+    ``setup`` is resolved and keeps no tile or every one. Runs that are in ``steps`` are not made again, and new ones
+    are added there: where checkpoints differ by layer, they are those of each policy alone.
     """
+    steps = {} if steps is None else steps
+
+    def step(policy: str | None, length: int, sample: LayerSample) -> tuple[Mapping[Phase, Terms], bool]:
+        uniform = changed(setup, checkpoint=policy)
+        if (uniform, length, sample) not in steps:
+            run = fake_step(config, uniform, length, workspace, sample)
+            parts = {phase: peak.terms for phase, peak in run.peaks.items()}
+            steps[uniform, length, sample] = parts, run.square
+        return steps[uniform, length, sample]
+
     points: dict[int, Mapping[Phase, Terms]] = {}
+    policies = [*dict.fromkeys(depths.policies)] if depths.sample_of_kind else []
     square = True  # at one length alone it may be a weight that is as wide
     for length in lengths:
         if len(points) == 2 and not square:
             break
-        runs = [fake_step(config, setup, length, workspace, sample) for sample in depths.samples]
-        square &= any(run.square for run in runs)
-        points[length] = depths.whole_model([{phase: peak.terms for phase, peak in run.peaks.items()} for run in runs])
+        runs = {
+            policy: [step(policy, length, sample) for sample in depths.samples]
+            for policy in policies or [setup.options.checkpoint]
+        }
+        square &= any(is_square for own_runs in runs.values() for _, is_square in own_runs)
+        points[length] = depths.whole_model({
+            policy: [parts for parts, _ in own_runs] for policy, own_runs in runs.items()
+        })  # fmt: skip
     chunk = setup.options.chunk
     return Lines(points, square, bounded=chunk + KEYS_AT_ONCE if isinstance(chunk, int) else None)
 
 
-def fit_for(config: Any, setup: Setup, depths: Depths, tokens: int, workspace: Workspace | None) -> Lines:
+def fit_for(
+    config: Any, setup: Setup, depths: Depths, tokens: int, workspace: Workspace | None,
+    steps: SampleSteps | None = None,
+) -> Lines:  # fmt: skip
     """Lines for steps of about ``tokens`` tokens; ``setup`` resolved."""
     text = config.get_text_config()
     window = getattr(text, "sliding_window", None) or 0
     # Experts use more memory in two tiles than in three, since there is no middle tile.
     fewest = 3 if experts_of(text) else 2
-    return fit_lines(config, setup, depths, sample_lengths(setup, tokens, window, fewest), workspace)
+    return fit_lines(config, setup, depths, sample_lengths(setup, tokens, window, fewest), workspace, steps)
 
 
 def with_kept_tiles(setup: Setup, fit: Callable[[Setup], Lines]) -> Lines:
@@ -152,6 +177,7 @@ def predict(config: Any, setup: Setup, tokens: int, *, workspace: Workspace | No
         device_type: of the device that is planned for, which ``tile="auto"`` asks for.
     """
     depths = find_depths(config, build_bare(config, setup, "meta"), setup.options.segment)
+    depths = depths.with_checkpoint(setup.options.checkpoint)
     built = build(config, setup, "meta", depths.samples[0])
     tile = largest_tile(built, setup, tokens * setup.batch, device_type) if setup.options.tiled else None
     keep = kept_share(built, setup, tokens * setup.batch, device_type, depths)

@@ -30,6 +30,7 @@ from seqtile.ops.attention.kernel_calls import is_attention
 from seqtile.ops.attention.prefix import KeyValues
 from seqtile.ops.grad_accumulator import LOW, as_on_an_accelerator, products_sum_in_fp32
 from seqtile.ops.mlp_tile import Pass as MlpPass
+from seqtile.options import layer_policies
 from seqtile.planner.accelerator_functions import accelerator_functions
 from seqtile.planner.flash_shapes import register_flash_shapes as register_flash
 from seqtile.planner.kinds import step_kinds_of
@@ -62,13 +63,15 @@ from seqtile.vision.install_vision import VisionTechnique
 def build(config: Any, setup: Setup, device: str, sample: LayerSample | None = None) -> Built:
     """The model of ``config`` on ``device``, with random weights, ready to train as ``setup`` says.
 
-    With a ``sample`` it has these layers only.
+    With a ``sample`` it has these layers only, all with one kind of checkpoint where those of the whole model differ.
 
     Raises:
         UserError: Transformers cannot build it, or it has nothing to tile.
     """
     model, notes = build_weights(config, setup, device, sample)
     options, blocks = setup.options, tuple[Any, ...]()
+    if options.by_layer and sample is not None and len(sample.layers) < config.get_text_config().num_hidden_layers:
+        options = replace(options, checkpoint="attention-saved" if options.saves_attention else "layer")
     if options.checkpoint is not None:
         base: Any = causal_model(model)
         if not base.supports_gradient_checkpointing:
@@ -256,11 +259,14 @@ def tracked_step(built: Built, setup: Setup, tokens: int, live: Tracker) -> Step
         compute_loss(model, setup, batch)
     with live.phase(Phase(OPTIMIZER)):
         prepare_optimizer(optimizer, weights)
-    in_forward = True
+    in_forward, policies = True, dict(zip(layers, layer_policies(setup.options.checkpoint, len(layers)), strict=True))
+    policy = "layer" if setup.options.by_layer else setup.options.checkpoint  # of what runs: first a vision tower
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        nonlocal policy
+        policy = policies[module]
         hidden_states = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
-        if in_forward and setup.options.checkpoint and hidden_states is not None:
+        if in_forward and policy is not None and hidden_states is not None:
             live.file(hidden_states, CHECKPOINTS)
 
     handles: list[Any] = [layer.register_forward_pre_hook(enter, with_kwargs=True) for layer in layers]
@@ -268,8 +274,10 @@ def tracked_step(built: Built, setup: Setup, tokens: int, live: Tracker) -> Step
         weight.register_post_accumulate_grad_hook(lambda weight: live.file(weight.grad, GRADIENTS))
         for weight in weights
     ]
-    if setup.options.checkpoint == "attention-saved":
-        live.purpose_of = lambda func: KEPT if is_attention(func) else None
+    if setup.options.saves_attention:
+        live.purpose_of = lambda func: (
+            KEPT if in_forward and policy == "attention-saved" and is_attention(func) else None
+        )
     if setup.options.chunk is not None:
         live.purpose_of = lambda func: PIECE_GRADIENTS if func is FLASH_CPU_BACKWARD else None
     for checkpointing in standing_checkpointing(model):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from seqtile.options import TilingOptions
+from seqtile.options import TilingOptions, layer_policies
 from seqtile.planner.layer_structure import Counts
 from seqtile.planner.request import Request
 from seqtile.tiling import chunk_sizes
@@ -62,22 +62,25 @@ def count_work(request: Request, counts: Counts, tokens: int) -> Work:
     is kept. A causal attention costs ``2 * tokens**2 * heads * width`` forward and 2.5 times that backward
     (FlashAttention recomputes its scores). The scan of a layer with a state is not counted: it is linear in the tokens,
     and small beside the layer's products. A step of GRPO computes the logits again in the backward, and every row once
-    more for each forward that scores it; generation is not counted. Segments of chunked layers project queries, keys
-    and values of their first layer once more where it has attention, and compute the last product of every layer but
-    their last one again.
+    more for each forward that scores it; generation is not counted. Where checkpoints differ by layer, each layer is
+    taken for the same share of what is computed again. Segments of chunked layers project queries, keys and values of
+    their first layer once more where it has attention, and compute the last product of every layer but their last one
+    again.
     """
     rows, trained_rows, attended = _of_rows(request, tokens)
     inside = counts.active - counts.vocabulary * counts.hidden
     trained = 2 if request.lora is None else 0
     options = request.options
     in_chunks = is_in_chunks(options, tokens, request.batch)
-    again = 0 if options.checkpoint is None and not in_chunks else 2
+    policies = ("layer",) * counts.layers if in_chunks else layer_policies(options.checkpoint, counts.layers)
+    checkpointed = counts.layers - policies.count(None)
+    again = 2 * checkpointed / counts.layers
     # Early stop: the last product of each layer is not computed again, unless an adapter on it saves its input.
-    spared = again * counts.largest_product if request.lora is None else 0
+    spared = 2 * counts.largest_product if request.lora is None else 0
     head = counts.vocabulary * counts.hidden
     scored, logits = (0, 0) if request.grpo is None else (request.grpo.passes, 2)
     segments = -(-counts.layers // options.segment) if in_chunks else 0
-    spared *= segments or counts.layers
+    spared *= segments or checkpointed
     products: float = rows * (inside * (4 + trained + again) - spared) + trained_rows * head * (4 + trained + logits)
     # Of the segments' first layers as many attend as of all: right but for hybrid models, by a thousandth of a step.
     projections = counts.hidden * counts.head_width * (counts.heads + 2 * counts.key_heads)
@@ -87,7 +90,8 @@ def count_work(request: Request, counts: Counts, tokens: int) -> Work:
     layer_bytes = LAYER_BYTES["kernels" if options.tiled or request.liger else "pytorch"]
     logit_bytes = LOGIT_BYTES["pytorch" if options.loss is None else "kernels"]
     copied = rows * counts.layers * counts.hidden * layer_bytes + trained_rows * counts.vocabulary * logit_bytes
-    attention *= 1 + 2.5 + scored + (1 if options.checkpoint == "layer" or in_chunks else 0)
+    recomputed = counts.attentions_with("layer", "layer" if in_chunks else options.checkpoint)
+    attention *= 1 + 2.5 + scored + recomputed / max(1, counts.attentions)
     return Work(products, attention, copied)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 from torch import nn
@@ -13,6 +14,7 @@ from transformers.pytorch_utils import Conv1D
 from seqtile._errors import UserError
 from seqtile.checkpointing.keep_attention import largest_of_layers
 from seqtile.models.layer_fields import experts_of, fields_by_layer, layer_kinds
+from seqtile.options import layer_policies
 from seqtile.planner.phases import Phase
 from seqtile.recognise.decoder_layers import DecoderLayer, decoder_layers
 from seqtile.recognise.packed_experts import packable_experts, whole_experts
@@ -68,18 +70,30 @@ class Depths:
     first ones see it, or before it, as the last ones do. Kinds with the same modules and shapes, whose attention reads
     windows of different sizes, add the same and share a sample.
 
+    Where activation checkpoints differ by layer, every sample runs once with each policy on all of its layers: a layer
+    adds what it adds in the run with its own policy, and takes while it runs what it takes there.
+
     Attributes:
         kinds: the kind of each segment of decoder layers of the whole model, as a number.
         samples: the layers of each fake run; a single one with all layers where leaving some out would save nothing,
             or where layers share weights.
         sample_of_kind: for each kind the number of the sample that has one more segment like it.
         segment: layers of a segment, which run together; without chunks each layer is a segment.
+        attends: of each layer whether it has attention.
+        policies: of each layer's activation checkpoint, where they differ; else empty.
     """
 
     kinds: tuple[int, ...]
     samples: tuple[LayerSample, ...]
     sample_of_kind: tuple[int, ...] = ()
     segment: int = 1
+    attends: tuple[bool, ...] = ()
+    policies: tuple[str | None, ...] = ()
+
+    def with_checkpoint(self, checkpoint: str | None) -> Depths:
+        """The same for another option ``checkpoint``."""
+        by_layer = checkpoint is not None and ":" in checkpoint
+        return replace(self, policies=layer_policies(checkpoint, self.layers) if by_layer else ())
 
     @property
     def layers(self) -> int:
@@ -91,55 +105,97 @@ class Depths:
         """Layers of the shortest model that begins as this one and has a layer of each kind."""
         return (max(self.kinds.index(kind) for kind in self.kinds) + 1) * self.segment
 
-    def whole_model(self, runs: Sequence[Mapping[Phase, Mapping[str, float]]]) -> dict[Phase, Mapping[str, float]]:
-        """Memory of each phase of the whole model's step, from a run of each sample.
+    def whole_model(
+        self, runs: Mapping[str | None, Sequence[Mapping[Phase, Mapping[str, float]]]]
+    ) -> dict[Phase, Mapping[str, float]]:
+        """Memory of each phase of the whole model's step.
 
         Of the decoder layers the first, the second and the last of each kind have an entry: what a part holds grows
-        or falls from layer to layer, and nothing comes before the first one.
+        or falls from layer to layer, and nothing comes before the first one. So do those of each run of layers with one
+        policy.
+
+        Args:
+            runs: for each policy of :attr:`policies` (or the only one) a run of each sample.
         """
-        base, longer = runs[0], [runs[sample] for sample in self.sample_of_kind]
-        if not longer:
-            return dict(base)
-        width, size = len(longer), self.segment
+        if not self.sample_of_kind:
+            return dict(next(iter(runs.values()))[0])
+        policies = self.policies or tuple(runs) * len(self.kinds)
+        layers = [*zip(self.kinds, policies, strict=True)]
+        borders = [n for n, policy in enumerate(policies) if not n or policy != policies[n - 1]] + [len(policies)]
+        width, size = len(self.sample_of_kind), self.segment
         order = [self.kinds[number // size] for number in self.samples[0].layers[::size]]
+
+        def grown(
+            terms: Mapping[str, float], policy: str | None, before: slice, after: slice, present: tuple[slice, slice],
+            phases: tuple[Phase, Phase, Phase],
+        ) -> dict[str, float]:  # fmt: skip
+            """``terms`` of a run with ``policy``, with what the layers of the whole model add."""
+            total, (as_first, as_last, moved) = dict(terms), phases
+            for other, own_runs in runs.items():
+                for kind, sample in enumerate(self.sample_of_kind):
+                    for side, sample_side, short, long in (
+                        (after, present[1], as_first, as_first), (before, present[0], as_last, moved),
+                    ):  # fmt: skip
+                        count = layers[side].count((kind, other))
+                        count -= order[sample_side].count(kind) if other == policy else 0
+                        if count:
+                            _add(total, count, own_runs[0], own_runs[sample], short, long)
+            return total
+
         result: dict[Phase, Mapping[str, float]] = {}
-        for phase, terms in base.items():
-            if phase.layer is None:
-                added = [(self.kinds.count(layer_kind) - 2, phase, phase, run) for layer_kind, run in enumerate(longer)]
-                result[phase] = _extrapolated(terms, base, added)
-                continue
-            position, inside = divmod(phase.layer, size)
-            is_first = position < width
-            numbers = [n for n, layer_kind in enumerate(self.kinds) if layer_kind == order[position]]
-            targets = {numbers[0]} if is_first else {*numbers[1:2], numbers[-1]}
-            if len(numbers) == 1 and is_first != (numbers[0] == 0):
-                continue  # represented by the other copy of the kind's single layer
-            first, last = order.index(order[position]), width + order[width:].index(order[position])
-            as_first, as_last = (replace(phase, layer=number * size + inside) for number in (first, last))
-            moved = replace(phase, layer=(1 + last) * size + inside)  # behind one segment more
-            for number in targets:
-                added = []
-                for layer_kind, run in enumerate(longer):
-                    layers_after = self.kinds[number + 1 :].count(layer_kind) - order[position + 1 :].count(layer_kind)
-                    layers_before = self.kinds[:number].count(layer_kind) - order[:position].count(layer_kind)
-                    added += [(layers_after, as_first, as_first, run), (layers_before, as_last, moved, run)]
-                result[replace(phase, layer=number * size + inside)] = _extrapolated(terms, base, added)
+        for policy, own_runs in runs.items():
+            for phase, terms in own_runs[0].items():
+                if phase.layer is None:
+                    if policy == policies[-1]:
+                        everything, nothing = slice(None), slice(0)
+                        result[phase] = grown(
+                            terms, policy, nothing, everything, (nothing, everything), (phase, phase, phase)
+                        )
+                    continue
+                position, inside = divmod(phase.layer, size)
+                kind, is_first = order[position], position < width
+                of_kind = [number for number, own_kind in enumerate(self.kinds) if own_kind == kind]
+                ends = [
+                    number
+                    for begin, end in pairwise(borders)
+                    if policies[begin] == policy and (numbers := [n for n in of_kind if begin <= n < end])
+                    for number in {*numbers[:2], numbers[-1]}
+                ]
+                first, last = order.index(kind), width + order[width:].index(kind)
+                as_first, as_last = (replace(phase, layer=number * size + inside) for number in (first, last))
+                moved = replace(phase, layer=(1 + last) * size + inside)  # behind one segment more
+                for number in ends:
+                    # The first of several, and the model's first, is represented by the first of the kind.
+                    if is_first == (number == of_kind[0] and (len(of_kind) > 1 or number == 0)):
+                        result[replace(phase, layer=number * size + inside)] = grown(
+                            terms, policy, slice(number), slice(number + 1, None),
+                            (slice(position), slice(position + 1, None)), (as_first, as_last, moved),
+                        )  # fmt: skip
         return result
 
 
-def _extrapolated(
-    terms: Mapping[str, float],
-    base: Mapping[Phase, Mapping[str, float]],
-    added: Sequence[tuple[int, Phase, Phase, Mapping[Phase, Mapping[str, float]]]],
-) -> dict[str, float]:
-    """``terms`` with, for each (layers, phase in ``base``, the same in a longer run, that run), what the layers add."""
-    total: dict[str, float] = dict(terms)
-    for layers, phase, moved, run in added:
-        if layers:
-            shorter, longer = base.get(phase, {}), run.get(moved, {})
-            for name in {*shorter, *longer}:
-                total[name] = total.get(name, 0.0) + layers * (longer.get(name, 0.0) - shorter.get(name, 0.0))
-    return total
+def _add(
+    total: dict[str, float], layers: int, base: Mapping[Phase, Mapping[str, float]],
+    longer: Mapping[Phase, Mapping[str, float]], short: Phase, long: Phase,
+) -> None:  # fmt: skip
+    """Add to ``total`` what one layer more, in ``longer``, adds to a part of the step, times ``layers``."""
+    if short not in base:
+        # What runs with another policy may lack the part, such as a recompute. A layer adds the same to all parts of
+        # one layer's forward, and to all of its backward.
+        forward = short.direction == "forward"
+        others = [
+            phase for phase in base
+            if phase.layer == short.layer and (phase.direction == "forward") == forward
+            and replace(phase, layer=long.layer) in longer
+        ]  # fmt: skip
+        nearest = max(
+            others,
+            key=lambda phase: (phase.part == short.part, phase.past_mixer == short.past_mixer, not phase.in_kernel),
+        )
+        short, long = nearest, replace(nearest, layer=long.layer)
+    shorter, longer_terms = base.get(short, {}), longer.get(long, {})
+    for name in {*shorter, *longer_terms}:
+        total[name] = total.get(name, 0.0) + layers * (longer_terms.get(name, 0.0) - shorter.get(name, 0.0))
 
 
 def find_depths(config: Any, model: nn.Module, segment: int = 1) -> Depths:
@@ -162,6 +218,7 @@ def find_depths(config: Any, model: nn.Module, segment: int = 1) -> Depths:
             f"found no list of layers (with attention or a state) in {type(model).__name__}; plan another model"
         )
     structures, signs = layer_kinds(config, model)
+    attends = tuple(map(_attends, layers))
     every = tuple(range(len(signs)))
     uneven = len(signs) % segment > 0
     if segment > 1 and not uneven:
@@ -179,7 +236,7 @@ def find_depths(config: Any, model: nn.Module, segment: int = 1) -> Depths:
     # Modules whose configuration differs by layer hold copies of it, which do not follow a layer to another place.
     shared = shared or bool(getattr(config.get_text_config(), "per_layer_attributes", None))
     if sum(map(len, samples)) > len(signs) or shared or _layer_list(layers) is None or uneven:
-        return Depths(kinds, (LayerSample(every, every),), segment=1 if uneven else segment)
+        return Depths(kinds, (LayerSample(every, every),), segment=1 if uneven else segment, attends=attends)
 
     def layers_of(segments: Sequence[int]) -> tuple[int, ...]:
         return tuple(number * segment + inside for number in segments for inside in range(segment))
@@ -189,6 +246,7 @@ def find_depths(config: Any, model: nn.Module, segment: int = 1) -> Depths:
         tuple(LayerSample(layers_of(sample), layers_of([first[signs[n]] for n in sample])) for sample in samples),
         tuple(1 + added.index(structures.index(structures[number])) for number in beginning),
         segment,
+        attends,
     )
 
 
@@ -213,7 +271,7 @@ class Counts:
         layers, hidden: of the model.
         vocabulary: of its head; 0 for a classifier.
         heads, key_heads, head_width: of the model, the most where its layers differ.
-        attentions: decoder layers with attention; the others carry a state, or are an MLP alone.
+        attends: of each decoder layer whether it has attention; the others carry a state, or are an MLP alone.
     """
 
     weights: int
@@ -235,18 +293,28 @@ class Counts:
     key_heads: int
     head_width: int
     vocabulary: int
-    attentions: int
+    attends: tuple[bool, ...]
+
+    @property
+    def attentions(self) -> int:
+        """Decoder layers with attention."""
+        return sum(self.attends)
+
+    def attentions_with(self, policy: str | None, checkpoint: str | None) -> int:
+        """Decoder layers with attention whose activation checkpoint has ``policy``; None for those without one."""
+        policies = layer_policies(checkpoint, self.layers)
+        return sum(attends and own == policy for attends, own in zip(self.attends, policies, strict=True))
 
 
 def count_layers(depths: Depths, counts: Sequence[Counts]) -> Counts:
     """Sizes of the whole model from those of the samples: every further layer of a kind adds the same."""
     ends, longer = counts[0], [counts[sample] for sample in depths.sample_of_kind]
-    return replace(ends, layers=depths.layers, **{
+    return replace(ends, layers=depths.layers, attends=depths.attends, **{
         name: getattr(ends, name) + sum(
             (depths.kinds.count(layer_kind) - 2) * (getattr(more_layers, name) - getattr(ends, name))
             for layer_kind, more_layers in enumerate(longer)
         )
-        for name in ("weights", "trained", "matrices", "linears", "experts", "large_experts", "active", "attentions")
+        for name in ("weights", "trained", "matrices", "linears", "experts", "large_experts", "active")
     })  # fmt: skip
 
 
@@ -295,8 +363,12 @@ def count_weights(config: Any, model: nn.Module) -> Counts:
         key_heads=int(largest_of_layers(text, "num_key_value_heads") or heads),
         head_width=int(largest_of_layers(text, "head_dim") or hidden // heads),
         vocabulary=0 if head is None else int(text.vocab_size),
-        attentions=sum(any(not mixer.has_state for mixer in layer.mixers) for layer in decoder),
+        attends=tuple(map(_attends, decoder)),
     )
+
+
+def _attends(layer: DecoderLayer) -> bool:
+    return any(not mixer.has_state for mixer in layer.mixers)
 
 
 def _layer_list(layers: Sequence[DecoderLayer]) -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -12,9 +11,9 @@ from seqtile._errors import UserError
 from seqtile.engines.sequence_parallel import refuse_split_states, why_no_ring
 from seqtile.models.configs import towers_of
 from seqtile.models.rope_scaling import scaling_for
-from seqtile.options import changed
+from seqtile.options import changed, check_layers, layer_policies
 from seqtile.planner.estimate import Bounds, Estimate, Saving
-from seqtile.planner.extrapolate import Lines, fit_for, with_kept_tiles
+from seqtile.planner.extrapolate import Lines, SampleSteps, fit_for, with_kept_tiles
 from seqtile.planner.fake_step import build, build_bare, build_weights
 from seqtile.planner.flops import Work, count_work, is_in_chunks, streaming_note
 from seqtile.planner.kernel_workspace import cpu_workspace, flash2_workspace, flash3_workspace
@@ -137,6 +136,7 @@ class Planner:
             step_kind.check(request, max_length)
         check_request_combination(request, max_length)
         self._lines: list[tuple[Setup, int, Lines]] = []  # setup, tokens per rank, and fitted lines of each run
+        self._steps: SampleSteps = {}
         self._longest = LONGEST
         self.host_has_room = False
         if like is not None and (like.request.config is not request.config or like.request.lora != request.lora):
@@ -152,6 +152,8 @@ class Planner:
             self.depths = find_depths(request.config, model, self.setup.options.segment)
             self.states = states_of(model)
             self.no_ring = why_no_ring(model)
+        check_layers(request.options.checkpoint, self.depths.layers, repr(request.model))
+        self.depths = self.depths.with_checkpoint(request.options.checkpoint)
         if like is not None and _same_model(like.setup, self.setup):
             self.built: Built = like.built
         else:
@@ -178,6 +180,7 @@ class Planner:
         """Take the fake runs of a planner of the same model; runs are found by their settings."""
         present = {id(lines) for _, _, lines in self._lines}
         self._lines += [fit for fit in planner._lines if id(fit[2]) not in present]
+        self._steps |= planner._steps
 
     def notes(self) -> list[str]:
         """Notes of this plan."""
@@ -233,7 +236,7 @@ class Planner:
             is_near = is_near and chunked[0] == chunked[1]
             if is_near and self._about_alike(setup, resolved):
                 return lines
-        lines = fit_for(self.request.config, resolved, self.depths, local, self.workspace)
+        lines = fit_for(self.request.config, resolved, self.depths, local, self.workspace, self._steps)
         self._lines.append((resolved, local, lines))
         return lines
 
@@ -286,7 +289,7 @@ class Planner:
                     step_kind.add_terms(request, self.counts, terms, phase, tokens, bound)
                 if request.options.offload_room:
                     flight = getattr(CONSTANTS["in flight"], bound)
-                    offload_checkpoints(terms, self._segments, flight, moved)
+                    offload_checkpoints(terms, self._keeping, flight, moved)
                 total = self._finish(terms, bound, self._left_over(phase, local))
                 if bound not in peaks or total > peaks[bound].total:
                     peaks[bound] = _Peak(total, phase, terms)
@@ -309,12 +312,26 @@ class Planner:
             return 0.0
         if room is None or total <= room:
             return 1.0
-        return math.floor(self._segments * room / total) / self._segments  # inputs of whole layers are moved
+        keeping, moved = self._keeping, 0.0
+        for policy in self._policies:  # what whole layers keep is moved, the first layers' first
+            size = kept[CHECKPOINTS] / keeping[CHECKPOINTS] if policy is not None else 0.0
+            size += kept[KEPT] / keeping[KEPT] if policy == "attention-saved" else 0.0
+            if moved + size > room:
+                break
+            moved += size
+        return moved / total
 
     @property
-    def _segments(self) -> int:
-        """Checkpoints of a step: one a layer, or one a segment of chunked layers."""
-        return -(-self.depths.layers // self.setup.options.segment)
+    def _policies(self) -> tuple[str | None, ...]:
+        """The policies of a step's checkpoints: one a layer, or one a segment of chunked layers."""
+        segments = -(-self.depths.layers // self.setup.options.segment)
+        return layer_policies(self.setup.options.checkpoint, segments)
+
+    @property
+    def _keeping(self) -> dict[str, int]:
+        """Checkpoints of a step by what they keep."""
+        policies = self._policies
+        return {CHECKPOINTS: len(policies) - policies.count(None), KEPT: policies.count("attention-saved")}
 
     def _left_over(self, phase: Phase, local: int) -> float:
         """Bytes that the caching allocator holds on to where whole logits are made.
@@ -458,26 +475,28 @@ class Planner:
             terms, memory = dict(estimate.terms), "device memory"
         return f"{memory}: {max(terms, key=lambda name: terms[name])}"
 
-    def attention_outputs(self, tokens: int) -> float:
-        """Bytes that one rank's checkpoints keep with ``"attention-saved"`` beside layer inputs."""
+    def attention_outputs(self, tokens: int, checkpoint: str = "attention-saved") -> float:
+        """Bytes that one rank's checkpoints keep beside layer inputs, with ``checkpoint`` in the place of its own."""
         counts, setup = self.counts, self.setup
         itemsize = 2 if setup.autocast else setup.dtype.itemsize
         each = counts.heads * (counts.head_width * itemsize + 4)  # the output and its log-sum-exp
-        return float(counts.attentions * each * self.request.attended_tokens(tokens) / self.request.split)
+        saved = counts.attentions_with("attention-saved", checkpoint)
+        return float(saved * each * self.request.attended_tokens(tokens) / self.request.split)
 
     def at_least(self, tokens: int) -> float:
         """Bytes on the device that no step of ``tokens`` tokens per row is below, without a fake run."""
         counts, setup = self.counts, self.setup
         size = setup.dtype.itemsize
-        inputs = self._segments * counts.hidden * size * self.local(tokens) * self.request.batch
-        if is_in_chunks(self.request.options, self.local(tokens), self.request.batch):
+        policies, offload = self._policies, bool(self.request.options.offload_room)
+        # A layer without a checkpoint keeps its input too, on the device wherever the others wait.
+        layers = policies.count(None) if offload else len(policies)
+        inputs = layers * counts.hidden * size * self.local(tokens) * self.request.batch
+        if not offload and is_in_chunks(self.request.options, self.local(tokens), self.request.batch):
             # In the last segment's backward: gradients of its output and input, and keys and values of the others.
             keys = 2 * counts.key_heads * counts.head_width * (2 if setup.autocast else size)
-            kept = max(0, counts.attentions - self._segments) * keys
+            kept = max(0, counts.attentions - len(policies)) * keys
             inputs += (2 * counts.hidden * size + kept) * self.local(tokens) * self.request.batch
-        terms = {WEIGHTS: float(size * counts.weights)}
-        if not self.request.options.offload_room:
-            terms[CHECKPOINTS] = float(inputs)
+        terms = {WEIGHTS: float(size * counts.weights), CHECKPOINTS: float(inputs)}
         terms = on_device(self.request, counts, terms, Phase(REST, direction="forward"))
         terms.setdefault(OPTIMIZER, STATE_BYTES[self.request.optimizer] * size / 4 * counts.trained)
         return sum(terms.values()) + CONSTANTS["context"].low
@@ -489,6 +508,8 @@ class Planner:
 
 def _same_model(setup: Setup, other_setup: Setup) -> bool:
     """Whether models are built alike, however long their sequences are and whatever updates them."""
+    if setup.options.by_layer and other_setup.options.checkpoint is not None:
+        other_setup = changed(other_setup, checkpoint=setup.options.checkpoint)
     return setup == replace(other_setup, optimizer=setup.optimizer, batch=setup.batch, accumulation=setup.accumulation)
 
 
@@ -633,7 +654,7 @@ def longest_by_split(planner: Planner) -> dict[int, int]:
     request, setting = planner.request, SPLITS.get(planner.request.engine)
     if setting is None or request.grpo is not None:
         return {}
-    if setting == "cp_size" and request.options.checkpoint == "attention-saved":
+    if setting == "cp_size" and request.options.saves_attention:
         request = changed(request, checkpoint="layer")  # a ring keeps no attention output
     powers = {2**power for power in range(request.gpus.bit_length()) if request.gpus % 2**power == 0}
     lengths = {}

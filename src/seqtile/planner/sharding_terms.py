@@ -166,9 +166,10 @@ def _ulysses(request: Request, counts: Counts, tokens: float, phase: Phase) -> f
         return 0.0
     # The backward has the output as attention saved it and as the product behind it did, with other heads and tokens.
     output = counts.heads * of_head
+    plain = counts.attentions_with(None, request.options.checkpoint) * output
     if request.options.checkpoint is None:
-        return counts.attentions * output
-    return output if phase.part != HEAD and phase.direction in ("recompute", "backward") else 0.0
+        return plain
+    return plain + (output if phase.part != HEAD and phase.direction in ("recompute", "backward") else 0.0)
 
 
 def _shard(request: Request, counts: Counts, device_terms: dict[str, float], phase: Phase) -> None:
@@ -263,11 +264,16 @@ def _gathered(counts: Counts, phase: Phase) -> float:
     return max(needed, kept) + (ahead if needed < ZERO3_LIVE else 0)
 
 
-def offload_checkpoints(terms: dict[str, float], layers: int, in_flight: float, moved: float = 1.0) -> None:
-    """Take a share of ``moved`` of what checkpoints keep off the device but for what is in flight."""
+def offload_checkpoints(
+    terms: dict[str, float], layers: Mapping[str, int], in_flight: float, moved: float = 1.0
+) -> None:
+    """Take a share of ``moved`` of what checkpoints keep off the device but for what is in flight.
+
+    ``layers`` are those that keep something, by what it is for.
+    """
     for name in {CHECKPOINTS, KEPT} & terms.keys():
         size = terms[name]
-        terms[name] = min(size, (1 - moved) * size + (in_flight if moved else 0.0) * size / max(1, layers))
+        terms[name] = min(size, (1 - moved) * size + (in_flight if moved else 0.0) * size / max(1, layers[name]))
 
 
 def on_host(request: Request, counts: Counts, checkpoints: Mapping[str, float], budget: int = 0) -> dict[str, float]:

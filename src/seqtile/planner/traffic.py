@@ -74,7 +74,7 @@ def _of_a_ring(request: Request, counts: Counts, tokens: int) -> dict[str, float
     keys, turns = 2.0 * counts.key_heads * counts.head_width, request.cp_size - 1
     rows, size = _rows(request, counts, tokens), float(request.setup().dtype.itemsize)
     return {
-        "keys and values": rows * keys * size * turns * _passes(request),
+        "keys and values": rows * keys * size * turns * _passes(request, counts),
         "gradients of keys and values": rows * keys * 4.0 * (turns + 1),
     }
 
@@ -82,7 +82,7 @@ def _of_a_ring(request: Request, counts: Counts, tokens: int) -> dict[str, float
 def _exchanged(request: Request, counts: Counts, tokens: int) -> float:
     """Bytes of each rank's queries, keys, values and outputs in Ulysses' exchanges, its own part included."""
     width = (2 * counts.heads + 2 * max(counts.key_heads, request.sp_size)) * counts.head_width
-    return _rows(request, counts, tokens) * width * request.setup().dtype.itemsize * _passes(request)
+    return _rows(request, counts, tokens) * width * request.setup().dtype.itemsize * _passes(request, counts)
 
 
 def _rows(request: Request, counts: Counts, tokens: int) -> float:
@@ -90,9 +90,10 @@ def _rows(request: Request, counts: Counts, tokens: int) -> float:
     return tokens / request.split * request.batch * request.accumulation * counts.attentions
 
 
-def _passes(request: Request) -> int:
-    """Forward and backward, and a checkpoint's recompute."""
-    return 2 if request.options.checkpoint is None else 3
+def _passes(request: Request, counts: Counts) -> float:
+    """Forward and backward, and a checkpoint's recompute; on average where checkpoints differ by layer."""
+    plain = counts.attentions_with(None, request.options.checkpoint)
+    return 3 - plain / max(1, counts.attentions)
 
 
 def _most(request: Request, sends: Callable[[int, range, range], int]) -> int:
