@@ -95,9 +95,26 @@ def constants() -> Iterator[str]:
     yield f"{source(rows[0])}: the length at the high estimate of `{rows[0]['asked']}`."
 
 
+def frames() -> Iterator[str]:
+    """One line for each number of frames: the peak of a tower, whole and in groups."""
+    rows = read_rows("frames")
+    peaks = {(row["frames"], row["trained"], row["group"] is not None): row["peak_bytes"] / 2**30 for row in rows}
+    yield "| frames | tokens | features | trained, whole | trained, groups of 4 | frozen, whole | frozen, groups of 4 |"
+    yield "|---|---|---|---|---|---|---|"
+    for row in rows:
+        if row["trained"] and row["group"] is None:
+            kinds = ((True, False), (True, True), (False, False), (False, True))
+            shown = [f"{peaks[row['frames'], *kind]:.2f}" for kind in kinds]
+            yield f"| {row['frames']} | {row['tokens']:,} | {row['feature_bytes'] / 2**30:.3f} | {' | '.join(shown)} |"
+    yield ""
+    yield f"GiB. {source(rows[0])}."
+
+
 def table(name: str) -> str:
     """Markdown of the table ``name``."""
-    kinds = {"plan-accuracy": accuracy, "plan-published": published, "plan-constants": constants}
+    kinds = {
+        "plan-accuracy": accuracy, "plan-published": published, "plan-constants": constants, "frames": frames,
+    }  # fmt: skip
     return "\n".join(kinds[name]() if name in kinds else ladder(name))
 
 

@@ -134,6 +134,15 @@ def test_evaluate(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert got == pytest.approx(float(torch.tensor(total / count).exp()))
 
 
+def test_long_video(capsys: pytest.CaptureFixture[str]) -> None:
+    peaks = [*script("long_video.py", "--frames", 16, "--steps", 2).values()]
+    assert peaks[1] < peaks[0] / 2
+    losses = re.findall(r"loss ([\d.]+)", capsys.readouterr().out)
+    assert len(losses) == 4 and [float(loss) for loss in losses[:2]] == pytest.approx(
+        [*map(float, losses[2:])], abs=2e-5
+    )
+
+
 def test_vision_language(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from PIL import Image
 

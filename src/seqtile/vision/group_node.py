@@ -141,7 +141,7 @@ def features_in_groups(
         (begin, end), (first, last) = groups[2], groups[1]
         times, pieces = (end - begin) / (last - first), len(units.pieces(*groups[2]))
         of_results = sum(rows * width * dtype.itemsize for rows, width, dtype in of_second)
-        kept = 0 if 2 in shapes else round((live_at[2] - live_at[1] - of_results) * times)  # not by a recompute
+        kept = 0 if 2 in shapes else max(0, round((live_at[2] - live_at[1] - of_results) * times))  # by a forward
         shapes[2] = GroupShapes()
         shapes[2].tails = shapes[1].tails
         shapes[2].entries = [[round(sum(entry) * times / pieces)] * pieces for entry in shapes[1].entries]
