@@ -47,7 +47,7 @@ class Declaration:
         plan: whether plans depend on it.
         choices: the words that are its only values; empty if there are others.
         flag_values: the flag's words in place of ``choices``, and the value of each.
-        other_text: whether the flag takes other text too, which the record checks.
+        other_text: a character by which the flag takes other text too, which the record checks.
         metavar: of the flag.
         least: smallest number.
         flag: type of the flag where it is narrower than text.
@@ -60,7 +60,7 @@ class Declaration:
     plan: bool = True
     choices: tuple[str, ...] = ()
     flag_values: Mapping[str, Any] | None = None
-    other_text: bool = False
+    other_text: str = ""
     metavar: str | None = None
     least: int | None = None
     flag: type | None = None
@@ -106,7 +106,7 @@ class TilingOptions:
     loss_impl: str = option("torch", "Kernel of the loss", commands=(), recipe=False, plan=False, choices=LOSS_KERNELS)
     checkpoint: str | None = option(
         None, "Checkpointing: layer, attention-saved, none, or by layer: none:4+attention-saved",
-        flag_values={**{word: word for word in ("auto", *CHECKPOINT_POLICIES)}, "none": None}, other_text=True,
+        flag_values={**{word: word for word in ("auto", *CHECKPOINT_POLICIES)}, "none": None}, other_text=":",
     )  # fmt: skip
     offload: bool | str = option(
         False, "To host memory: checkpoints, 64GB (of them), weights (frozen), or checkpoints+weights", commands=()
@@ -393,9 +393,9 @@ def from_flag(name: str, text: Any) -> Any:
             with suppress(ValueError):
                 return float(text)
         return text
-    if text not in flag_values and WRITTEN[name].other_text:
-        return text
     if text not in flag_values:
+        if (mark := WRITTEN[name].other_text) and mark in text:
+            return text
         raise UserError(f"got {name} {text!r}, expected one of {', '.join(flag_values)}")
     return flag_values[text]
 

@@ -276,8 +276,9 @@ def test_flags_become_a_request_whose_recipe_is_planned_the_same(flags: str, pla
         ("plan --tile 0", "expected at least 1"),
         (
             "plan --checkpoint some",
-            "got checkpoint='some', expected one of 'layer', 'attention-saved', 'none', or None",
+            "got checkpoint 'some', expected one of auto, layer, attention-saved, none",
         ),
+        ("plan --checkpoint some:2", "got checkpoint='some:2', expected one of 'layer', 'attention-saved', 'none'"),
         ("plan --blocks mlp --tile none", "drop --blocks or --tile none"),
         ("plan --keep 0.5 --tile none", "keep would be ignored"),
     ],
