@@ -55,7 +55,7 @@ def count(frames: int, group: int | None, *, trained: bool) -> dict[str, Any]:
     pictures = read_pictures(config(), size=SIZE, frames=frames)
     options = replace(TilingOptions(), blocks="none", vision=group)
     model = build(config(), Setup(torch.bfloat16, options=options, attention="flash", pictures=pictures), "meta").model
-    owner = model.model
+    owner: Any = model.model
     owner.visual.requires_grad_(trained)
     with fake_tensors(), known_grids(model, pictures.tokens, whole=True):
         make_fake(model)
@@ -66,7 +66,7 @@ def count(frames: int, group: int | None, *, trained: bool) -> dict[str, Any]:
         for again in (False, True):  # the first call verifies groups
             with count_live_bytes() as live:
                 for tower in VisionTechnique.standing(model):
-                    tower.live_bytes = lambda live=live: live.now  # type: ignore[misc]
+                    tower.live_bytes = lambda live=live: live.now
                 features = owner.get_video_features(*arguments, return_dict=True).pooler_output
                 size = sum(rows.numel() * rows.element_size() for rows in features)
                 if trained:

@@ -13,10 +13,10 @@ from typing import Any
 from oom_faults import Fault
 from seqtile._compat import end_process
 from seqtile.cli import worker
-from seqtile.planner import ladder
+from seqtile.planner import chooser
 from seqtile.train import run as runs
 
-ladder.SMALLEST_TILE, ladder.TILE_STEP = 1, 2
+chooser.SMALLEST_TILE, chooser.TILE_STEP = 1, 2
 
 
 def main(folder: Path) -> int:

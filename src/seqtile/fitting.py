@@ -9,12 +9,12 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Container, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 from seqtile._compat import attention_kind
 from seqtile._errors import RunError, UserError, expect_module
@@ -23,11 +23,8 @@ from seqtile.checkpointing.policies import is_on, standing_checkpointing
 from seqtile.devices import (
     accelerator,
     available_host_bytes,
-    compute_capability,
-    device_name,
     device_type,
     is_accelerator,
-    total_device_bytes,
 )
 from seqtile.engines.granularity import refuse_wrapped
 from seqtile.install.apply import apply_options
@@ -36,10 +33,11 @@ from seqtile.lm_loss.tiled_loss import find_causal_lms
 from seqtile.models.causal import causal_model
 from seqtile.models.configs import refuse_encoder
 from seqtile.options import DEFAULTS, TilingOptions, unknown_keys
-from seqtile.planner.accelerators import DEVICES, Device, find_device
+from seqtile.planner.accelerators import DEVICES, Device, device_here, find_device
+from seqtile.planner.chooser import CHOSEN, DoesNotFit, choose_settings
 from seqtile.planner.estimate import Estimate
 from seqtile.planner.explain import next_step, planned_offload
-from seqtile.planner.ladder import CHOSEN, DoesNotFit, choose_rung
+from seqtile.planner.memory_plan import Planner
 from seqtile.planner.model_errors import in_one_sentence
 from seqtile.planner.names import STATE_BYTES
 from seqtile.planner.request import Request
@@ -55,6 +53,10 @@ TRAINER_OPTIMIZERS = {
 """The trainer's optimizers that a plan knows."""
 
 
+_answers: dict[tuple[str, str], Choice] = {}
+"""What was asked in this process, and the answers."""
+
+
 @dataclass(frozen=True)
 class Choice:
     """The settings that were chosen, why, one sentence each, and what the plan expects of them."""
@@ -62,6 +64,10 @@ class Choice:
     options: TilingOptions
     why: tuple[str, ...]
     estimate: Estimate
+    planner: Planner | None = field(default=None, repr=False, compare=False)  # of this process alone
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "planner": None}
 
 
 def fit(
@@ -81,10 +87,12 @@ def fit(
 ) -> Report:
     """Choose the settings to train ``model`` on ``max_length`` tokens on this device, and apply them in place.
 
-    Replaces the search for arguments of :func:`seqtile.apply`. The plan runs the training step on fake tensors and
-    takes the fastest settings whose high estimate fits: ``tile``, ``loss``, ``loss_tile``, ``checkpoint``, ``offload``,
-    ``heads``, ``keep``, ``blocks``, ``state``, ``chunk`` and ``segment``. Call it before an engine wraps the model,
-    before or after adapters are added. Activation checkpointing that is on stays on.
+    Replaces the search for arguments of :func:`seqtile.apply`. Of the settings whose high estimate fits, those are
+    taken with which a step takes least time by the plan: ``tile``, ``loss``, ``loss_tile``, ``checkpoint``,
+    ``offload``, ``heads``, ``keep``, ``blocks``, ``state``, ``chunk`` and ``segment``. Memory that is left is spent on
+    computing less again, in as many layers as fit (``checkpoint="none:3+attention-saved:20"``). Call it before an
+    engine wraps the model, before or after adapters are added, and on every rank: the first one chooses. Activation
+    checkpointing that is on stays on.
 
     Args:
         model: a causal language model of transformers, or a sequence classifier (a reward model) of the same
@@ -173,8 +181,16 @@ def choose_for(
         fixed["loss_tile"] = DIVERGENCE_TILE
     if options.checkpoint is None and options.offload_room:  # which means "layer"
         fixed.pop("checkpoint", None)
+    if recomputes is None:  # what an earlier call switched on is switched off before the choice is applied
+        switched_on_here = any(policy.switched_on for policy in standing_checkpointing(model))
+        recomputes = is_on(causal_model(model)) and not switched_on_here
+    checkpointed = recomputes
     with in_one_sentence(request.config):
-        choice = choose(request, max_length, fixed, can_offload=request.device_type != "cpu")
+        choice = _by_first_rank(
+            lambda: choose(
+                request, max_length, fixed, can_offload=request.device_type != "cpu", checkpointed=checkpointed
+            )
+        )
     chosen = {name: getattr(choice.options, name) for name in CHOSEN if name not in fixed}
     if loss is None:
         chosen.pop("loss_tile", None)
@@ -183,15 +199,27 @@ def choose_for(
         whole = choice.estimate.terms.get("logits and loss", 0.0)
         defer = "; seqtile.integrations.trl.tile_trainer(trainer) computes them in tiles" if step.can_defer else ""
         notes.append(f"loss whole: the trainer computes whole logits, {whole / 2**30:,.2f} GiB at the peak{defer}")
-    if recomputes is None:  # what an earlier call switched on is switched off before the choice is applied
-        switched_on_here = any(policy.switched_on for policy in standing_checkpointing(model))
-        recomputes = is_on(causal_model(model)) and not switched_on_here
-    if recomputes and chosen_options.checkpoint is None:
-        notes.append(
-            "activation checkpointing was on already and stays on; this length also fits without it, and would be "
-            "faster"
-        )
-    return Choice(chosen_options, (*choice.why, *notes), choice.estimate)
+    if recomputes:
+        notes.append("activation checkpointing was on already and stays on for every layer")
+        if chosen_options.checkpoint == "layer" and not chosen_options.offload_room and "checkpoint" not in fixed:
+            chosen_options = replace(chosen_options, checkpoint=None)  # nothing to change
+    return replace(choice, options=chosen_options, why=(*choice.why, *notes))
+
+
+def _by_first_rank(choose: Callable[[], Choice]) -> Choice:
+    """The first rank's choice on every rank: what is free on a host differs from one moment to the next."""
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return choose()
+    answer: list[Any] = [None]
+    if distributed.get_rank() == 0:
+        try:
+            answer = [choose()]
+        except (UserError, RunError) as error:
+            answer = [error]
+    distributed.broadcast_object_list(answer)
+    if isinstance(answer[0], Exception):
+        raise answer[0]
+    return cast(Choice, answer[0])
 
 
 def _loss(model: nn.Module, options: TilingOptions, is_given: bool, step: TrainerStep) -> tuple[str | None, list[str]]:
@@ -208,9 +236,15 @@ def _loss(model: nn.Module, options: TilingOptions, is_given: bool, step: Traine
 
 
 def choose(
-    request: Request, max_length: int, fixed: Mapping[str, Any], *, can_offload: bool, packed: bool = False
+    request: Request,
+    max_length: int,
+    fixed: Mapping[str, Any],
+    *,
+    can_offload: bool,
+    packed: bool = False,
+    checkpointed: bool = False,
 ) -> Choice:
-    """The settings that cost least time among those that fit, by :func:`seqtile.planner.ladder.choose_rung`.
+    """The settings that cost least time among those that fit, by :func:`seqtile.planner.chooser.choose_settings`.
 
     Args:
         request: what is planned.
@@ -218,15 +252,20 @@ def choose(
         fixed: settings that are given.
         can_offload: whether checkpoints can be moved to the host.
         packed: whether rows hold several documents.
+        checkpointed: whether every layer is checkpointed whatever is chosen.
 
     Raises:
         RunError: nothing fits; with the longest length that does, and what would help.
     """
+    asked = (request.config.to_json_string(), repr((request, max_length, sorted(fixed.items()), can_offload, packed,
+             checkpointed)))  # fmt: skip
+    if asked in _answers:
+        return _answers[asked]
     try:
-        rung = choose_rung(request, max_length, fixed, can_offload=can_offload)
+        chosen = choose_settings(request, max_length, fixed, can_offload=can_offload, checkpointed=checkpointed)
     except DoesNotFit as error:
         raise RunError(f"{error}; {_what_helps(error)}") from None
-    estimate = rung.estimate
+    estimate = chosen.estimate
     device_count = f"{request.gpus} x " if request.gpus > 1 else ""
     memory_gib = request.device.memory / 2**30
     why = [
@@ -236,13 +275,13 @@ def choose(
             f"most, peak in the {estimate.peak_at}"
         )
     ]
-    if not rung.sure:
+    if not chosen.sure:
         why.append("the high estimate does not fit; smaller tiles use less if this runs out of memory")
     if estimate.square or (request.attention == "sdpa" and packed):
         why.append("not included: the [tokens, tokens] mask that sdpa attention builds for packed documents")
-    options = rung.settings
+    options = chosen.settings
     if options.offload:
-        options = replace(options, offload=planned_offload(rung.planner, estimate))
+        options = replace(options, offload=planned_offload(chosen.planner, estimate))
     chosen_values = {
         "tile": options.tile if options.tiled else "none", "loss_tile": options.loss_tile,
         "checkpoint": options.checkpoint or "none", "keep": options.keep,
@@ -250,8 +289,9 @@ def choose(
         "blocks": options.blocks, "heads": options.heads or "all", "state": options.state or "whole",
         "chunk": options.chunk, "segment": options.segment,
     }  # fmt: skip
-    why += [f"{name} {chosen_values[name]}: {rung.reasons[name]}" for name in chosen_values if name in rung.reasons]
-    return Choice(options, tuple(why), estimate)
+    why += [f"{name} {chosen_values[name]}: {chosen.reasons[name]}" for name in chosen_values if name in chosen.reasons]
+    _answers[asked] = Choice(options, tuple(why), estimate, chosen.planner)
+    return _answers[asked]
 
 
 def _what_helps(error: DoesNotFit) -> str:
@@ -429,10 +469,7 @@ def find_planned_device(model: nn.Module, device: str | torch.device | None, pro
         if device.type in ("cpu", "meta"):  # which a trainer moves to the accelerator
             device = accelerator() or torch.device("cpu")
     if is_accelerator(device):
-        memory, name = total_device_bytes(device.index), device_name(device.index)
-        if not memory:
-            raise UserError(f"{name} does not report its memory; pass it, such as device='80GiB'")
-        return Device(name, memory, None, "the driver", compute_capability()), device.type
+        return device_here(device.index), device.type
     if device.type != "cpu":
         raise UserError(f"device {str(device)!r} is not on this machine; pass its memory, such as device='80GiB'")
     model_bytes = sum(w.numel() * w.element_size() for w in model.parameters() if w.device.type == "cpu")

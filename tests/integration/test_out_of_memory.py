@@ -18,7 +18,7 @@ import short_of_memory
 import tiny_run
 from oom_faults import PHASES, Fault
 from seqtile._errors import RunError
-from seqtile.planner import ladder, memory_plan
+from seqtile.planner import chooser, memory_plan
 from seqtile.train import out_of_memory, retry
 from seqtile.train.out_of_memory import Place
 from seqtile.train.recipe import build_recipe, read_recipe
@@ -42,7 +42,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ladder, "SMALLEST_TILE", 2)
+    monkeypatch.setattr(chooser, "SMALLEST_TILE", 2)
 
 
 DROPPING = {"lora": {"r": 2, "dropout": 0.3}}
@@ -189,7 +189,7 @@ def test_it_says_what_it_was_doing_and_keeps_the_checkpoint(
 def test_it_says_what_the_plan_had_said_and_what_would_have_avoided_it(
     model: Path, dataset: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(ladder, "SMALLEST_TILE", 64)
+    monkeypatch.setattr(chooser, "SMALLEST_TILE", 64)
     monkeypatch.setattr(memory_plan, "SAME_TILES", 0.0)  # of a device's memory, which is nothing to this model
     values = {"model": str(model), "dataset": str(dataset), "max_length": 256, "loss_tile": 64, "tile": 256}
     recipe, _ = build_recipe(values, {})

@@ -75,14 +75,14 @@ from seqtile.train import resume
 
 found["a plan of the recipe"] = fit.settings_of(recipe).dummy
 
-def plan(request, max_length):
+def plan(request, max_length, like=None):
     found["ladder"] = laddered(request)
     found["request"], found["step"] = request.options.dummy, request.setup().options.dummy
     planner = SimpleNamespace(request=request, resolved=lambda tokens: request.setup())
     found["the recipe of a plan"] = explain.recipe(planner, 4096)["dummy"]
     raise SystemExit
 
-from seqtile.planner.ladder import tighter
+from seqtile.planner.chooser import tighter
 from seqtile.planner.techniques import ABLATION
 
 def laddered(request):
@@ -227,7 +227,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
     """The requests that ``seqtile plan`` makes, in the place of their plans."""
     asked: list[Request] = []
 
-    def plan(request: Request, max_length: int | None) -> None:
+    def plan(request: Request, max_length: int | None, like: Any = None) -> None:
         asked.append(request)
         raise SystemExit(0)
 

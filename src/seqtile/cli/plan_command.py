@@ -15,8 +15,10 @@ import typer
 
 from seqtile._errors import RUN_ERROR, RunError, UserError
 from seqtile.cli.flags import flag, option_flags, options_of, takes
+from seqtile.options import DEFAULTS
 
 if TYPE_CHECKING:
+    from seqtile.fitting import Choice
     from seqtile.planner.explain import NextSetting
     from seqtile.planner.request import Request
     from seqtile.planner.step_config import Lora
@@ -87,7 +89,10 @@ def command(flags: PlanFlags) -> None:
         from seqtile.planner.model_errors import in_one_sentence
 
         with in_one_sentence(request.config):
-            planned = make_plan(request, flags.max_length)
+            choice, refusal = _choice_for(request, flags.max_length)
+            if choice is not None:
+                request = replace(request, options=choice.options)
+            planned = make_plan(request, flags.max_length, like=None if choice is None else choice.planner)
         planner, estimate, longest, limit, _ = planned
         nothing_fits = flags.max_length is None and not longest
         if nothing_fits and not flags.json:
@@ -111,10 +116,27 @@ def command(flags: PlanFlags) -> None:
         raise RunError(why_nothing_fits(planner.request, estimate, limit))
     show.show_plan(
         planned, flags.max_length, as_json=flags.json, reasons=flags.explain, recipe_file=flags.recipe,
-        better=better, by_split=by_split,
+        better=better, by_split=by_split, why=choice.why if choice is not None else refusal,
     )  # fmt: skip
     if not fits:
         raise typer.Exit(RUN_ERROR)
+
+
+def _choice_for(request: Request, max_length: int | None) -> tuple[Choice | None, tuple[str, ...]]:
+    """What ``seqtile.fit`` would choose for a length alone, or why nothing can be; neither where settings are given.
+
+    The host is considered where its memory is given.
+    """
+    from seqtile.fitting import choose
+    from seqtile.planner.chooser import CHOSEN
+
+    given = [name for name in CHOSEN if getattr(request.options, name) != {**DEFAULTS, "checkpoint": "auto"}[name]]
+    if max_length is None or given or not request.has_recipe or request.options.loss is None:
+        return None, ()
+    try:
+        return choose(request, max_length, {}, can_offload=request.host_memory is not None), ()
+    except RunError as error:
+        return None, (str(error),)
 
 
 def _check_flags(flags: PlanFlags) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +29,16 @@ from seqtile.planner.explain import (
 )
 from seqtile.planner.memory_plan import SPLITS, Planned
 from seqtile.planner.request import Request
+from seqtile.planner.step_time import spoken
 from seqtile.planner.traffic import bytes_between_nodes, bytes_inside_a_node
 
 
 def show_plan(
     planned: Planned, max_length: int | None, *, as_json: bool = False, reasons: bool = False,
     recipe_file: str | None = None, better: Callable[[], NextSetting | None] = lambda: None,
-    by_split: Callable[[], dict[int, int]] = dict,
+    by_split: Callable[[], dict[int, int]] = dict, why: Sequence[str] = (),
 ) -> None:  # fmt: skip
-    """Print the plan, write what was asked for.
+    """Print the plan, and why its settings were chosen (``why``); write what was asked for.
 
     Once the answer is printed, ``by_split`` works out the longest sequence by how many ranks share one, and ``better``
     looks for what buys length.
@@ -49,7 +50,7 @@ def show_plan(
     if recipe_file is not None and chosen is not None:
         _write_recipe(chosen, recipe_lacks(planner.request), Path(recipe_file).expanduser())
     if as_json:
-        print_object(planned, chosen, better(), by_split(), recipe_file)
+        print_object(planned, chosen, better(), by_split(), recipe_file, why)
         return
     console = Console(highlight=False, soft_wrap=True, markup=False)
     request = planner.request
@@ -64,6 +65,8 @@ def show_plan(
     _print_verdict(console, planned, max_length, better, by_split)
     if command := start_command(request, recipe_file):
         console.print(f"Run on each node: {command}")
+    for sentence in why:
+        console.print(f"Chosen: {sentence}.")
     if saving is not None:
         console.print(f"--checkpoint attention-saved: {saving.why}.")
     for note in [*planner.notes(), *beyond_positions(request, estimate.tokens)]:
@@ -139,8 +142,9 @@ def _print_verdict(
         batch = each if request.batch == 1 else f"{request.batch:,} times {each}"
     line = f"Step of {batch}: {work.total:.3g} FLOPs, {work.attention / work.total:.0%} in attention"
     if request.device.tflops is not None:
-        seconds, share = work.seconds(request.device.tflops, request.split), work.efficiency(request.device.tflops)
-        line += f"; estimated {_time(seconds)} at {share:.0%} of {request.device.tflops:g} TFLOPS"
+        seconds = planner.seconds(estimate.tokens, estimate.moved)
+        share = work.total / (1e12 * request.device.tflops * request.split * seconds)
+        line += f"; estimated {spoken(seconds)} at {share:.0%} of {request.device.tflops:g} TFLOPS"
     console.print(line + ".")
     if moved := bytes_between_nodes(request, planner.counts, estimate.tokens):
         console.print(f"Sent by each node per step: {_traffic(moved)}.")
@@ -167,21 +171,16 @@ def start_command(request: Request, recipe_file: str | None) -> str | None:
     )
 
 
-def _time(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
-
-
 def print_object(
     planned: Planned, chosen: dict[str, Any] | None, better: NextSetting | None, by_split: dict[int, int],
-    recipe_file: str | None = None,
+    recipe_file: str | None = None, why: Sequence[str] = (),
 ) -> None:  # fmt: skip
     """Print the plan as one JSON object."""
     planner, estimate, longest, limit, saving = planned
     request = planner.request
     work = planner.work(estimate.tokens)
     tflops = request.device.tflops
+    seconds = planner.seconds(estimate.tokens, estimate.moved)
     beyond = planner.longest_beyond(estimate.tokens) if limit == "positions" else 0
     between, inside = (
         moved(request, planner.counts, estimate.tokens) for moved in (bytes_between_nodes, bytes_inside_a_node)
@@ -214,14 +213,15 @@ def print_object(
             "saves": saving.share,
             "why": saving.why,
         },
+        "why": [*why],
         "recipe": chosen,
         "recipe_lacks": recipe_lacks(request) if request.has_recipe else [],
         "nodes": request.nodes,
         "between_nodes_gib": {name: value / GIB for name, value in between.items()},
         "inside_a_node_gib": {name: value / GIB for name, value in inside.items()},
         "flops": work.total,
-        "step_seconds": None if tflops is None else work.seconds(tflops, request.split),
-        "efficiency": None if tflops is None else work.efficiency(tflops),
+        "step_seconds": None if tflops is None else seconds,
+        "efficiency": None if tflops is None else work.total / (1e12 * tflops * request.split * seconds),
         "notes": [*planner.notes(), *beyond_positions(request, estimate.tokens)],
         "not_modelled": not_modelled(request, estimate),
         "command": start_command(request, recipe_file),

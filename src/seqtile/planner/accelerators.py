@@ -6,7 +6,7 @@ import difflib
 from dataclasses import dataclass
 
 from seqtile._errors import UserError
-from seqtile.devices import GIB
+from seqtile.devices import GIB, compute_capability, device_name, total_device_bytes
 from seqtile.tiling import parse_bytes
 
 
@@ -71,6 +71,21 @@ DEVICES: dict[str, Device] = dict(
     )
 )  # fmt: skip
 DEVICES["mi300x"] = Device("mi300x", 192 * GIB, 1307.0, "AMD Instinct MI300X datasheet")
+
+
+def device_here(index: int | None = None) -> Device:
+    """The accelerator of this machine: its memory by the driver, its speed by its name.
+
+    Raises:
+        UserError: it does not report its memory.
+    """
+    memory, name = total_device_bytes(index), device_name(index)
+    if not memory:
+        raise UserError(f"{name} does not report its memory; pass it, such as device='80GiB' or --fit-memory 80GiB")
+    words = name.lower().replace(" ", "")  # "NVIDIA H100 80GB HBM3", "NVIDIA GeForce RTX 4090"
+    known = next((known for key, known in DEVICES.items() if key.partition("-")[0] in words), None)
+    speed = (None, None) if known is None else (known.tflops, known.host_link)
+    return Device(name, memory, speed[0], "the driver", compute_capability(), speed[1])
 
 
 def find_device(text: str) -> Device:

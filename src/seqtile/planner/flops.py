@@ -54,18 +54,19 @@ class Work:
         return self.total / (1e12 * tflops * self.seconds(tflops, 1))
 
 
-def count_work(request: Request, counts: Counts, tokens: int) -> Work:
+def count_work(request: Request, counts: Counts, tokens: int, keep: float | None = 0.0) -> Work:
     """Operations of a step of ``tokens`` tokens per row.
 
     Each weight costs 2 a token forward, 2 for the input's gradient, 2 for its own where it trains; a checkpoint
     computes decoder layers once more but for their last product, and attention's kernel once more unless its output
-    is kept. A causal attention costs ``2 * tokens**2 * heads * width`` forward and 2.5 times that backward
-    (FlashAttention recomputes its scores). The scan of a layer with a state is not counted: it is linear in the tokens,
-    and small beside the layer's products. A step of GRPO computes the logits again in the backward, and every row once
-    more for each forward that scores it; generation is not counted. Where checkpoints differ by layer, each layer is
-    taken for the same share of what is computed again. Segments of chunked layers project queries, keys and values of
-    their first layer once more where it has attention, and compute the last product of every layer but their last one
-    again.
+    is kept. A tiled MLP computes gate and up once more, in a checkpoint's recompute or without one, but for the share
+    ``keep`` of its tiles (None: it runs untiled). A causal attention costs ``2 * tokens**2 * heads * width`` forward,
+    and 2.5 times that backward (FlashAttention recomputes its scores). The scan of a layer with a state is not counted:
+    it is linear in the tokens, and small beside the layer's products. A step of GRPO computes the logits again in the
+    backward, and every row once more for each forward that scores it; generation is not counted. Where checkpoints
+    differ by layer, each layer is taken for the same share of what is computed again. Segments of chunked layers
+    project queries, keys and values of their first layer once more where it has attention, and compute the last product
+    of every layer but their last one again.
     """
     rows, trained_rows, attended = _of_rows(request, tokens)
     inside = counts.active - counts.vocabulary * counts.hidden
@@ -82,6 +83,10 @@ def count_work(request: Request, counts: Counts, tokens: int) -> Work:
     segments = -(-counts.layers // options.segment) if in_chunks else 0
     spared *= segments or checkpointed
     products: float = rows * (inside * (4 + trained + again) - spared) + trained_rows * head * (4 + trained + logits)
+    if options.tiled and keep is not None and not in_chunks:
+        # Gate and up are computed again, in a layer's recompute or without one, except in tiles that keep them.
+        computed_again = counts.layers - checkpointed - counts.layers * keep
+        products += rows * 4 * counts.largest_product * computed_again
     # Of the segments' first layers as many attend as of all: right but for hybrid models, by a thousandth of a step.
     projections = counts.hidden * counts.head_width * (counts.heads + 2 * counts.key_heads)
     products += rows * 2 * projections * segments * counts.attentions / counts.layers
@@ -89,7 +94,9 @@ def count_work(request: Request, counts: Counts, tokens: int) -> Work:
     attention = 4.0 * attended * counts.head_width * counts.heads * counts.attentions
     layer_bytes = LAYER_BYTES["kernels" if options.tiled or request.liger else "pytorch"]
     logit_bytes = LOGIT_BYTES["pytorch" if options.loss is None else "kernels"]
-    copied = rows * counts.layers * counts.hidden * layer_bytes + trained_rows * counts.vocabulary * logit_bytes
+    # What is not computed again is not copied again: a third of a layer's step.
+    layers = counts.layers - (counts.layers - checkpointed) / 3
+    copied = rows * layers * counts.hidden * layer_bytes + trained_rows * counts.vocabulary * logit_bytes
     recomputed = counts.attentions_with("layer", "layer" if in_chunks else options.checkpoint)
     attention *= 1 + 2.5 + scored + recomputed / max(1, counts.attentions)
     return Work(products, attention, copied)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import cached_property
 from typing import NamedTuple
 
 from seqtile._errors import UserError
@@ -47,6 +48,7 @@ from seqtile.planner.sharding_terms import (
     on_host,
 )
 from seqtile.planner.step_config import Built, Setup
+from seqtile.planner.step_time import attention_bytes, step_seconds
 from seqtile.planner.techniques import can_stream
 from seqtile.planner.tile_choice import head_tile, kept_share, largest_tile, resolve_tiles
 from seqtile.recognise.decoder_layers import states_of
@@ -154,10 +156,7 @@ class Planner:
             self.no_ring = why_no_ring(model)
         check_layers(request.options.checkpoint, self.depths.layers, repr(request.model))
         self.depths = self.depths.with_checkpoint(request.options.checkpoint)
-        if like is not None and _same_model(like.setup, self.setup):
-            self.built: Built = like.built
-        else:
-            self.built = build(request.config, self.setup, "meta", self.depths.samples[0])
+        self._like = like if like is not None and _same_model(like.setup, self.setup) else None
         if like is None:
             counts = [count_weights(request.config, self.built.model), *map(self._count, self.depths.samples[1:])]
             self.counts = count_layers(self.depths, counts)
@@ -172,6 +171,18 @@ class Planner:
             self._furthest(lambda tokens: self.at_least(tokens) <= request.device.memory, LONGEST)
             + SHORT * request.split
         )
+
+    @cached_property
+    def built(self) -> Built:
+        """The model with the layers of the first sample, on the meta device."""
+        if self._like is not None:
+            return self._like.built
+        return build(self.request.config, self.setup, "meta", self.depths.samples[0])
+
+    @property
+    def furthest(self) -> int:
+        """Tokens beyond which no row fits, by arithmetic."""
+        return self._beyond
 
     def _count(self, sample: LayerSample) -> Counts:
         return count_weights(self.request.config, build_weights(self.request.config, self.setup, "meta", sample)[0])
@@ -477,10 +488,8 @@ class Planner:
 
     def attention_outputs(self, tokens: int, checkpoint: str = "attention-saved") -> float:
         """Bytes that one rank's checkpoints keep beside layer inputs, with ``checkpoint`` in the place of its own."""
-        counts, setup = self.counts, self.setup
-        itemsize = 2 if setup.autocast else setup.dtype.itemsize
-        each = counts.heads * (counts.head_width * itemsize + 4)  # the output and its log-sum-exp
-        saved = counts.attentions_with("attention-saved", checkpoint)
+        saved = self.counts.attentions_with("attention-saved", checkpoint)
+        each = attention_bytes(self.request, self.counts)
         return float(saved * each * self.request.attended_tokens(tokens) / self.request.split)
 
     def at_least(self, tokens: int) -> float:
@@ -503,7 +512,17 @@ class Planner:
 
     def work(self, tokens: int) -> Work:
         """Operations of a step of ``tokens`` tokens per row."""
-        return count_work(self.request, self.counts, tokens)
+        return count_work(self.request, self.counts, tokens, self._kept(tokens))
+
+    def seconds(self, tokens: int, moved: float = 1.0) -> float:
+        """Seconds of such a step; a share ``moved`` of what checkpoints keep waits on the host, where it does."""
+        request = changed(self.request, tile=self.resolved(tokens).options.tile)
+        return step_seconds(request, self.counts, tokens, self._kept(tokens), moved)
+
+    def _kept(self, tokens: int) -> float | None:
+        """Share of the tiles that keep gate and up; None where the MLPs run untiled."""
+        options = self.resolved(tokens).options
+        return float(options.keep) if options.tiled else None
 
 
 def _same_model(setup: Setup, other_setup: Setup) -> bool:
@@ -603,14 +622,14 @@ class Planned(NamedTuple):
     saving: Saving | None
 
 
-def plan(request: Request, max_length: int | None = None) -> Planned:
-    """Plan ``request``, at ``max_length`` or at the longest that fits.
+def plan(request: Request, max_length: int | None = None, like: Planner | None = None) -> Planned:
+    """Plan ``request``, at ``max_length`` or at the longest that fits; ``like`` has made its fake runs already.
 
     Raises:
         UserError: a setting that cannot run.
     """
     auto = request.options.checkpoint == "auto"
-    planner = Planner(changed(request, checkpoint="layer") if auto else request, max_length)
+    planner = Planner(changed(request, checkpoint="layer") if auto else request, max_length, like=like)
     saving = None
     tokens = max_length or request.positions or LONGEST  # of the row that should fit
     # A layer has some sixteen [tokens, hidden] live at once. Where those may not fit, the plain step is run first.

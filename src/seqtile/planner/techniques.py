@@ -1,7 +1,7 @@
 """The techniques for longer sequences: what each sets, and what it saves.
 
 Everything that goes through them in an order takes them from here: ``--fit`` combines them by what they cost in time
-(:mod:`seqtile.planner.ladder`), ``seqtile plan`` proposes the next one (:mod:`seqtile.planner.explain`), and
+(:mod:`seqtile.planner.chooser`), ``seqtile plan`` proposes the next one (:mod:`seqtile.planner.explain`), and
 ``benchmarks/technique_ladder.py`` adds one to those before (:data:`ABLATION`).
 """
 

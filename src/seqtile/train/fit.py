@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from seqtile._errors import UserError
-from seqtile.devices import accelerator, available_host_bytes, device_name, device_type, total_device_bytes
+from seqtile.devices import accelerator, available_host_bytes, device_type
 from seqtile.fitting import choose, host_as_device, planned_attention, planned_optimizer, planned_precision
 from seqtile.options import DEFAULTS, TilingOptions
-from seqtile.planner.accelerators import Device
-from seqtile.planner.ladder import CHOSEN
+from seqtile.planner.accelerators import Device, device_here
+from seqtile.planner.chooser import CHOSEN
 from seqtile.planner.request import Request
 from seqtile.planner.step_config import Lora
 from seqtile.tiling import parse_bytes
@@ -102,12 +102,7 @@ def find_memory(recipe: Recipe, memory: int | None = None, nodes: int = 1) -> De
         return Device("the memory given", memory, None, "as given")
     if accelerator() is None:
         return host_as_device(-(-(recipe.nproc or 1) // nodes))
-    memory, name = min(
-        (total_device_bytes(index), device_name(index)) for index in range(torch.accelerator.device_count())
-    )
-    if not memory:
-        raise UserError(f"{name} does not report its memory; set it with --fit-memory 80GiB")
-    return Device(name, memory, None, "the driver")
+    return min(map(device_here, range(torch.accelerator.device_count())), key=lambda device: device.memory)
 
 
 def settings_of(recipe: Recipe, tile: int | None = None) -> TilingOptions:

@@ -21,7 +21,7 @@ from seqtile._errors import RunError, UserError
 from seqtile._log import first_rank_logger
 from seqtile.devices import accelerator, empty_cache, is_out_of_memory
 from seqtile.models.causal import causal_model
-from seqtile.planner.ladder import changes, tighter, would_avoid
+from seqtile.planner.chooser import changes, tighter, would_avoid
 from seqtile.planner.step_config import Built, Setup
 from seqtile.planner.tile_choice import largest_tile
 from seqtile.train.fit import request_of, settings_of, updates_of
