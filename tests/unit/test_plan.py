@@ -238,8 +238,8 @@ def test_the_command_ends_with_its_answer_and_what_was_registered_for_its_end(
     length: int, code: int, folder: Path
 ) -> None:
     """It ends without Python's last clean-up."""
-    command = ["plan", "--model", str(folder), "--device", "1.5GiB", "--max-length", str(length), "--checkpoint", "layer",
-               "--json"]  # fmt: skip
+    command = ["plan", "--model", str(folder), "--device", "1.5GiB", "--checkpoint", "layer", "--json"]
+    command += ["--max-length", str(length)]
     program = (
         "import atexit, sys\n"
         "from seqtile.cli import console\n"
