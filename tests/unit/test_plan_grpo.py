@@ -376,7 +376,7 @@ BAD = [
     (["--loss", "grpo", "--shared-prompt", "0"], "expected at least 1"),
     (["--loss", "grpo", "--shared-prompt", "100", "--max-length", "100"], "the length includes the prompt"),
     (["--loss", "grpo", "--shared-prompt", "100", "--state", "64"], "drop state"),
-    (["--loss", "grpo", "--recipe", "recipe.yaml"], "which trains causal language models on text"),
+    (["--loss", "grpo", "--recipe", "recipe.yaml"], "which trains no policy"),
 ]
 
 
