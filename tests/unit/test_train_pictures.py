@@ -118,7 +118,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "frames of several sizes": (chat({**VIDEO, "video": ["0.png", "large.png"]}), "several sizes"),
     "a setting that nothing reads": (chat({**IMAGE, "image": "0.png", "max_pixels": 2}), "'max_pixels'"),
     "sound": (chat({"type": "audio", "audio": "a.wav"}), "'audio'"),
-    "tools": (said("who?", image="0.png", tools=[{"name": "look"}]), "'tools'"),
     "text alone": ({"prompt": "who?", "completion": "the cat.", "images": ["0.png"]}, "'images' need 'messages'"),
     "a video of a pair": ({"prompt": [{"role": "user", "content": [{**VIDEO, "video": ["0.png"]}, TEXT]}],
                            "completion": [ANSWER]}, "has a video"),
@@ -270,6 +269,22 @@ def test_what_would_lose_pictures_or_wait_for_ever_is_refused(values: dict[str, 
         return
     with pytest.raises(UserError, match=words):
         read_set(folder, rows, **values)
+
+
+@pytest.mark.parametrize("place", ["the row with a picture", "a row of text"])
+@pytest.mark.parametrize("column", ["tools", "chat_template_kwargs", "weights"])
+def test_what_the_collator_of_pictures_does_not_read_is_refused_in_every_row(
+    column: str, place: str, folder: Path
+) -> None:
+    rows = [said("<image>who?", images=["0.png"]), said("who?", images=[])]
+    row = rows[place == "a row of text"]
+    if column == "weights":
+        row["messages"] = [*row["messages"], said("and?")["messages"][0], {**ANSWER, "weight": 0}]
+    else:
+        row[column] = {"tools": [{"name": "look"}], "chat_template_kwargs": {"enable_thinking": False}}[column]
+    trainer = {"assistant_only_loss": True} if column == "weights" else {}
+    with pytest.raises(UserError, match=f"row {1 + rows.index(row)}.*pictures"):
+        read_set(folder, rows, trainer=trainer)
 
 
 def test_a_model_for_text_takes_no_pictures(folder: Path, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from seqtile.train.load import load_config, processor_of, stop_tokens, tokenizer
 from seqtile.train.media import RowError, without_decoding
 from seqtile.train.recipe import DEMO, Recipe
 from seqtile.train.rendered_rows import RowSet, check_rendered, takes_json_arguments, trained_tokenizer
-from seqtile.train.row_formats import MEDIA, RowFormat, find_key_columns
+from seqtile.train.row_formats import COUNTED, MEDIA, RowFormat, find_key_columns
 from seqtile.train.stream import Stream
 from seqtile.train.trainer_fields import trainer_values
 
@@ -127,6 +127,17 @@ def refuse_beside_pictures(recipe: Recipe, sets: Mapping[str, RowSet], arguments
         raise UserError("packed rows would lose their pictures; drop packing")
     if recipe.streaming:
         raise UserError("rows with pictures cannot be streamed, but their files are read as they train; drop streaming")
+    for row_set in sets.values():
+        # TRL's collator (1.16) reads none of these, also in rows of text among those with pictures.
+        for column in {"tools", "chat_template_kwargs", COUNTED} & {*row_set.rows.column_names}:
+            index = next((index for index, value in enumerate(row_set.rows[column][:]) if value), None)
+            if index is not None:
+                number = index if row_set.numbers is None else row_set.numbers[index]
+                raise UserError(
+                    f"dataset {row_set.source.dataset!r}, {row_set.source.place(number)}: "
+                    f"{'a message left out of the loss' if column == COUNTED else repr(column)} is not supported in "
+                    "data with pictures; write tools into the system message, or train such rows without pictures"
+                )
     videos = {bool(size) for row_set in sets.values() for sizes in row_set.rows["sizes"][:] for size in sizes["video"]}
     if len(videos) > 1:
         raise UserError(

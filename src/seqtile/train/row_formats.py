@@ -173,8 +173,6 @@ class RowFormat:
         tools = _parsed(tools) if isinstance(tools, str) and tools else tools
         if isinstance(tools, str) and tools:
             raise RowError("'tools' is not valid JSON, expected a list of functions")
-        if tools and (result.get("images") or result.get("videos")):
-            raise RowError("'tools' are not rendered beside pictures; write them into the system message")
         if tools:  # TRL reads JSON; templates would announce an empty list
             result["tools"] = json.dumps(_without_nulls(tools), ensure_ascii=False)
         if "chat_template_kwargs" in self.columns:  # TRL unpacks it in every row
@@ -197,8 +195,6 @@ class RowFormat:
         result[asking], media = place_media(result[asking], columns, self.folder)
         if media["videos"] and not self.is_chat:
             raise RowError("a pair of prompt and completion has a video; write the row as 'messages'")
-        if COUNTED in result and (media["images"] or media["videos"]):
-            raise RowError("a message is masked from the loss, which rows with pictures do not support")
         return {**result, **media}
 
     def _read_chat(self, row: Mapping[str, Any]) -> dict[str, Any]:
