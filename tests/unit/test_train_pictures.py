@@ -111,6 +111,7 @@ def test_pictures_without_a_file(ending: str, folder: Path) -> None:
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a missing file": (chat({**IMAGE, "image": "gone.png"}), "gone.png' does not exist"),
     "a broken file": (chat({**IMAGE, "image": "broken.png"}), "broken.png' cannot be read"),
+    "no base64": (chat({**IMAGE, "base64": "é"}), "not valid base64"),
     "a URL": (chat({**IMAGE, "url": "https://example.org/cat.png"}), "https://example.org/cat.png' is not on this"),
     "a place too many": (chat(IMAGE, IMAGE, images=["0.png"]), "more parts"),
     "a file too many": (chat(IMAGE, images=["0.png", "1.png"]), "2 entries"),
@@ -253,8 +254,8 @@ def test_rows_without_any_picture_are_text(folder: Path) -> None:
     [
         ({"packing": True}, "packing"),
         ({"streaming": True}, "only text"),
-        ({"engine": "zero3", "nproc": 2}, "rows without"),
-        ({"engine": "fsdp2", "nproc": 2}, "rows without"),
+        *(({"engine": engine, "nproc": 2}, "rows without") for engine in ("ddp", "zero2", "zero3", "fsdp2")),
+        ({"engine": "zero3", "nproc": 2, "lora": {"r": 2}}, "rows without"),
     ],
     ids=str,
 )
@@ -285,6 +286,38 @@ def test_what_the_collator_of_pictures_does_not_read_is_refused_in_every_row(
     trainer = {"assistant_only_loss": True} if column == "weights" else {}
     with pytest.raises(UserError, match=f"row {1 + rows.index(row)}.*pictures"):
         read_set(folder, rows, trainer=trainer)
+
+
+def test_adapters_on_the_language_model_train_rows_with_and_without_pictures_on_several_ranks(folder: Path) -> None:
+    from seqtile.train.read_data import refuse_beside_pictures
+
+    rows = [chat({**IMAGE, "image": "0.png"}, TEXT), said("who?")]
+    data, row_set = read_set(folder, rows)
+    for engine in ("ddp", "zero2", "fsdp2"):
+        recipe = recipe_of(folder, rows, engine=engine, nproc=2, lora={"r": 2})
+        refuse_beside_pictures(recipe, {"train": row_set}, data.arguments)
+
+
+PICTURES = said("<image>who?", images=["0.png"])
+FORMS: dict[str, dict[str, Any]] = {
+    "messages": said("who?"),
+    "prompt": {"prompt": PICTURES["messages"][:1], "completion": [ANSWER], "images": ["0.png"]},
+    "text pairs": {"prompt": "who?", "completion": "the cat."},
+    "text": {"text": "who? the cat."},
+    "input_ids": {"input_ids": [1, 2, 3]},
+}
+
+
+@pytest.mark.parametrize("with_pictures", ["train", "eval"])
+@pytest.mark.parametrize("form", FORMS)
+def test_evaluation_data_of_another_form_than_rows_with_pictures(form: str, with_pictures: str, folder: Path) -> None:
+    sets = {with_pictures: [PICTURES], "eval" if with_pictures == "train" else "train": [FORMS[form]]}
+    held_out = tiny_run.write_jsonl(folder / "eval.jsonl", sets["eval"])
+    if form == "messages":
+        assert {*read_set(folder, sets["train"], eval_dataset=str(held_out))[0].sets} == {"train", "eval"}
+        return
+    with pytest.raises(UserError, match="same form"):
+        read_set(folder, sets["train"], eval_dataset=str(held_out))
 
 
 def test_a_model_for_text_takes_no_pictures(folder: Path, tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ form: bare parts ``{"type": "image"}`` in the messages, and the columns :data:`M
 from __future__ import annotations
 
 import base64
-import binascii
 import io
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
@@ -219,7 +218,7 @@ def _find_file(source: Any, folder: str, what: str) -> dict[str, Any]:
     if source.startswith("data:"):
         try:
             return {"path": None, "bytes": base64.b64decode(source.partition(",")[2], validate=True)}
-        except binascii.Error:
+        except ValueError:
             raise RowError(f"a {what} is not valid base64") from None
     source = source.removeprefix("file://")
     if "://" in source:

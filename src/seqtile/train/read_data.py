@@ -127,6 +127,13 @@ def refuse_beside_pictures(recipe: Recipe, sets: Mapping[str, RowSet], arguments
         raise UserError("packed rows would lose their pictures; drop packing")
     if recipe.streaming:
         raise UserError("rows with pictures cannot be streamed, but their files are read as they train; drop streaming")
+    first, *others = (row_set.rows.features for row_set in sets.values())
+    if any(features.get(name) != first.get(name) for features in others for name in ("sizes", "messages", "prompt")):
+        raise UserError(
+            "with pictures the training and the evaluation data need the same form, got "
+            f"{' and '.join(', '.join(row_set.row_format.key_columns) for row_set in sets.values())}; write both as "
+            "'messages', or both as 'prompt' and 'completion' of messages"
+        )
     for row_set in sets.values():
         # TRL's collator (1.16) reads none of these, also in rows of text among those with pictures.
         for column in {"tools", "chat_template_kwargs", COUNTED} & {*row_set.rows.column_names}:
@@ -145,13 +152,14 @@ def refuse_beside_pictures(recipe: Recipe, sets: Mapping[str, RowSet], arguments
         )
     if recipe.split > 1:
         raise UserError("rows with pictures cannot be split over processes; drop sp_size and cp_size")
-    if recipe.engine == "zero3" or (recipe.engine == "fsdp2" and recipe.lora is None):
+    # Without adapters the tower trains too, and a rank without a picture has no gradients of it to reduce.
+    if (recipe.nproc or 1) > 1 and (recipe.engine == "zero3" or recipe.lora is None):
         for row_set in sets.values():
             if len(row_set.media) > 1:
                 raise UserError(
                     f"dataset {row_set.source.dataset!r} has rows with pictures and rows without, or with videos, so "
-                    f"the vision tower would not run as often on every rank, which engine {recipe.engine!r} waits for; "
-                    "use --engine ddp or zero2, or rows of one kind"
+                    "the vision tower would not run as often on every rank, and the ranks would wait for each other; "
+                    "use rows of one kind, --nproc 1, or --lora with --engine ddp, zero2 or fsdp2"
                 )
 
 
