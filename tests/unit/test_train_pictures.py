@@ -200,7 +200,7 @@ def test_every_frame_of_a_list_is_trained_on_with_its_time(folder: Path) -> None
 
 
 def test_the_tokens_of_every_row_are_counted_before_anything_is_loaded(folder: Path) -> None:
-    from seqtile.train.picture_batches import count_row, picture_collator
+    from seqtile.train.picture_batches import count_by_size, picture_collator
 
     video = {**VIDEO, "video": ["2.png", "3.png"], "fps": 0.5}
     rows = [chat(video, TEXT, {**IMAGE, "image": "large.png"}), said("who?"), said("<image>", images=["0.png"])]
@@ -208,7 +208,8 @@ def test_the_tokens_of_every_row_are_counted_before_anything_is_loaded(folder: P
     config = AutoConfig.from_pretrained(folder / "model")
     collate = picture_collator(data.processor, data.arguments, config, pair=False, whole=True)
     for row in row_set.rows:
-        tokens = count_row(row, collate)
+        tokens = count_by_size(row, collate)
+        assert tokens is not None
         ids = collate([row])["input_ids"][0].tolist()
         places = [place for place, token in enumerate(ids) if token in collate.visual]
         assert (tokens.total, tokens.visual) == (len(ids), len(places))
@@ -216,6 +217,55 @@ def test_the_tokens_of_every_row_are_counted_before_anything_is_loaded(folder: P
     summary = row_set.summary
     assert summary is not None and (summary.pictures, summary.frames, summary.visual) == (2, 2, (0, 2 * 6 + 25))
     assert summary.tokens == sum(len(collate([row])["input_ids"][0]) for row in row_set.rows)
+
+
+@pytest.mark.parametrize("processor", ["counts nothing", "counts pictures alone", "writes words around pictures"])
+def test_rows_that_no_size_counts_are_processed(processor: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(recipe: Recipe) -> Any:
+        loaded = processor_of(recipe)
+        base: Any = type(loaded)
+
+        class Other(base):  # type: ignore[misc]
+            def __call__(self, images: Any = None, text: Any = None, **kwargs: Any) -> Any:
+                if processor == "writes words around pictures":  # as Gemma 3's
+                    text = [each.replace(self.image_token, f"see {self.image_token} here") for each in text]
+                return super().__call__(images=images, text=text, **kwargs)
+
+            def _get_num_multimodal_tokens(self, **sizes: Any) -> Any:
+                if processor == "counts nothing":
+                    raise NotImplementedError
+                counts = super()._get_num_multimodal_tokens(**sizes)
+                if processor == "counts pictures alone":
+                    counts.num_video_tokens = None
+                return counts
+
+        loaded.__class__ = Other
+        return loaded
+
+    monkeypatch.setattr("seqtile.train.read_data.processor_of", load)
+    video = {**VIDEO, "video": ["2.png", "3.png"]}
+    rows = [said("<image>", images=["0.png"]), said("who?"), chat(video, TEXT), chat({**IMAGE, "image": "large.png"})]
+    data, row_set = read_set(folder, rows)
+    from seqtile.train.picture_batches import picture_collator
+
+    config = AutoConfig.from_pretrained(folder / "model")
+    collate = picture_collator(data.processor, data.arguments, config, pair=False, whole=True)
+    ids = [collate([row])["input_ids"][0].tolist() for row in row_set.rows]
+    assert row_set.summary is not None and row_set.summary.tokens == sum(map(len, ids))
+    needed = (
+        max(max((place for place, token in enumerate(row) if token in collate.visual), default=0) for row in ids) + 1
+    )
+    read_set(folder, rows, max_length=needed)
+    with pytest.raises(UserError, match="do not fit"):
+        read_set(folder, rows, max_length=needed - 1)
+
+
+def test_a_configuration_that_names_no_token_of_pictures(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [said("<image>", images=["0.png"])]
+    read_set(folder, rows)
+    monkeypatch.setattr("seqtile.train.picture_batches.VISUAL", ("media_placeholder_token_id",))
+    with pytest.raises(UserError, match="media_placeholder_token_id"):
+        read_set(folder, rows)
 
 
 @pytest.mark.parametrize("kind", ["pictures", "frames"])
@@ -352,7 +402,7 @@ def test_the_processors_of_qwen_give_the_tokens_that_are_counted(family: str, tm
     pytest.importorskip("torchvision", exc_type=Exception)
     import transformers
 
-    from seqtile.train.picture_batches import count_row, picture_collator
+    from seqtile.train.picture_batches import count_by_size, picture_collator
 
     maker, videos = {
         "qwen2_5_vl": (transformers.Qwen2_5_VLProcessor, transformers.Qwen2VLVideoProcessor),
@@ -373,7 +423,8 @@ def test_the_processors_of_qwen_give_the_tokens_that_are_counted(family: str, tm
         data.processor, data.arguments, AutoConfig.from_pretrained(model), pair=False, whole=True
     )
     for row in row_set.rows:
-        batch, tokens = collate([row]), count_row(row, collate)
+        batch, tokens = collate([row]), count_by_size(row, collate)
+        assert tokens is not None
         ids = batch["input_ids"][0].tolist()
         assert (tokens.total, tokens.visual) == (len(ids), sum(token in collate.visual for token in ids))
     assert batch["video_grid_thw"].tolist() == [[15, 4, 6]]

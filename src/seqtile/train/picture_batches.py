@@ -117,9 +117,19 @@ def picture_collator(processor: Any, arguments: Any, config: Any, *, pair: bool,
 
 
 def visual_tokens(config: Any) -> tuple[int, ...]:
-    """Ids of the tokens that features of pictures and videos replace."""
+    """Ids of the tokens that features of pictures and videos replace.
+
+    Raises:
+        UserError: the configuration names none.
+    """
     ids = {getattr(config, name, None) for name in VISUAL}
-    return tuple(sorted(token for token in ids if isinstance(token, int)))
+    visual = tuple(sorted(token for token in ids if isinstance(token, int)))
+    if not visual:
+        raise UserError(
+            f"model type {config.model_type!r} names no token of pictures in its configuration (expected one of "
+            f"{', '.join(VISUAL)}), so their labels would be trained; train it on text"
+        )
+    return visual
 
 
 class RowTokens(NamedTuple):
@@ -145,16 +155,26 @@ class RowTokens(NamedTuple):
 
 
 def count_row(row: Mapping[str, Any], collator: PictureCollator) -> RowTokens:
-    """Count a row's tokens: of its pictures by their sizes, or by processing them where the processor cannot tell."""
+    """Count a row's tokens by processing its pictures."""
+    sizes = row["sizes"]
+    pictures, frames = len(sizes["image"]), sum(size[0] for size in sizes["video"] if size)
+    ids = collator([{**row}])["input_ids"][0].tolist()
+    places = [place for place, token in enumerate(ids) if token in collator.visual]
+    each = len(places) // max(1, frames or pictures)
+    return RowTokens(len(ids), len(places), max(places, default=-1) + 1, each, 0, pictures, frames)
+
+
+def count_by_size(row: Mapping[str, Any], collator: PictureCollator) -> RowTokens | None:
+    """Count a row's tokens by the sizes of its pictures; None where the processor cannot tell.
+
+    Right for a processor that puts features, and times of frames, in the place of one token.
+    """
     processor, sizes = collator.processor, row["sizes"]
     pictures, frames = len(sizes["image"]), sum(size[0] for size in sizes["video"] if size)
     messages = row["messages"] if "messages" in row else row["prompt"] + row["completion"]
     counts = tokens_of_media(processor, sizes) if isinstance(messages, list) else None
     if counts is None or any(len(counts[kind]) < len(sizes[kind]) for kind in counts):
-        ids = collator([{**row}])["input_ids"][0].tolist()
-        places = [place for place, token in enumerate(ids) if token in collator.visual]
-        each = len(places) // max(1, frames or pictures)
-        return RowTokens(len(ids), len(places), max(places, default=-1) + 1, each, 0, pictures, frames)
+        return None
     ids = _text_ids(messages, processor)
     places = [place for place, token in enumerate(ids) if token in collator.visual]
     visual = sum(map(sum, counts.values()))
@@ -223,10 +243,17 @@ def count_tokens(row_set: RowSet, collator: PictureCollator, max_length: int | N
         UserError: the first row whose pictures do not fit, with how many would.
     """
     rows = row_set.rows
-    if tokens_of_media(collator.processor, {"image": [[32, 32]], "video": []}) is not None:
+    kinds = [(bool(sizes["image"]), bool(sizes["video"])) for sizes in rows["sizes"][:]]
+    first_rows = [rows[kinds.index(kind)] for kind in {*kinds}]
+    # Gemma 3 and InternVL, for example, write tokens around each picture, so their rows are processed.
+    by_size = all(
+        (tokens := count_by_size(row, collator)) is not None and tokens[:3] == count_row(row, collator)[:3]
+        for row in first_rows
+    )
+    if by_size:
         rows = rows.remove_columns(["images", "videos"])  # their files are not looked at
     counts = rows.map(
-        _counted_row, fn_kwargs={"collator": collator}, remove_columns=rows.column_names,
+        _counted_row, fn_kwargs={"collator": collator, "by_size": by_size}, remove_columns=rows.column_names,
         num_proc=processes_for(len(rows)), load_from_cache_file=False, desc="Counting tokens",
     )  # fmt: skip
     summary = DataSummary(rows=len(counts), max_length=max_length, trained=None)
@@ -257,8 +284,10 @@ def count_tokens(row_set: RowSet, collator: PictureCollator, max_length: int | N
     return summary
 
 
-def _counted_row(row: Mapping[str, Any], collator: PictureCollator) -> dict[str, Any]:
-    return count_row(row, collator)._asdict()
+def _counted_row(row: Mapping[str, Any], collator: PictureCollator, by_size: bool) -> dict[str, Any]:
+    tokens = count_by_size(row, collator) if by_size else count_row(row, collator)
+    assert tokens is not None
+    return tokens._asdict()
 
 
 def _what_fits(tokens: RowTokens, max_length: int) -> str:
