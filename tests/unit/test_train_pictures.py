@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoConfig
 
 import tiny_run
 from seqtile import UserError
+from seqtile.train import fit, run
 from seqtile.train.data import load_rows
 from seqtile.train.load import processor_of
 from seqtile.train.media import RowError, open_picture
@@ -165,7 +167,6 @@ def read_set(folder: Path, rows: list[dict[str, Any]], **values: Any) -> tuple[A
 
 
 def test_a_batch_is_that_of_trl_but_for_labels_of_pictures(folder: Path) -> None:
-    import torch
     from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
     from seqtile.train.picture_batches import picture_collator
@@ -368,6 +369,34 @@ def test_evaluation_data_of_another_form_than_rows_with_pictures(form: str, with
         return
     with pytest.raises(UserError, match="same form"):
         read_set(folder, sets["train"], eval_dataset=str(held_out))
+
+
+@pytest.mark.parametrize("case", READ)
+def test_a_fit_leaves_rows_with_pictures_as_they_are(case: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(fit, "choose", lambda *_, **__: pytest.fail("a plan without the tower"))
+    told: list[str] = []
+    row = READ[case][0]
+    text = {"instruction": "who?", "output": "the cat."} if "instruction" in row else said("who?")
+    recipe = recipe_of(folder, [text, row], tile=16)
+    assert run.fitted(recipe, None, told.append) == recipe.model_copy(update={"fit": False})
+    assert len(told) == 1 and "pictures" in told[0]
+    with pytest.raises(UserError, match="pictures"):
+        run.fitted(recipe.model_copy(update={"fit": True}), None, told.append)
+
+
+def test_a_fit_of_text_is_made_by_a_model_for_pictures_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def choose(*args: Any, **_: Any) -> None:
+        asked.append(args)
+        raise UserError("no choice")
+
+    monkeypatch.setattr(fit, "choose", choose)
+    for text in (said("who?", images=[]), {"prompt": "who?", "completion": "the cat."}, chat(TEXT), {"text": "who?"}):
+        with pytest.raises(UserError, match="no choice"):
+            fit.fit_recipe(recipe_of(folder, [text] * 2, fit="8GiB"))
+    assert len(asked) == 4
 
 
 def test_a_model_for_text_takes_no_pictures(folder: Path, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import torch
 from seqtile._errors import UserError
 from seqtile.devices import accelerator, available_host_bytes, device_type
 from seqtile.fitting import choose, host_as_device, planned_attention, planned_optimizer, planned_precision
+from seqtile.models.configs import towers_of
 from seqtile.options import DEFAULTS, TilingOptions
 from seqtile.planner.accelerators import Device, device_here
 from seqtile.planner.chooser import CHOSEN
@@ -21,6 +22,7 @@ from seqtile.planner.request import Request
 from seqtile.planner.step_config import Lora
 from seqtile.tiling import parse_bytes
 from seqtile.train.load import load_config, weights_dtype
+from seqtile.train.read_data import has_media
 from seqtile.train.recipe import TRL_LOSS_TILE, Recipe
 
 
@@ -40,9 +42,11 @@ def fit_recipe(recipe: Recipe, nodes: int = 1) -> Fitted:
         nodes: that they are on.
 
     Raises:
-        UserError: a setting that no plan knows.
+        UserError: a setting that no plan knows, or rows with pictures.
         RunError: nothing fits.
     """
+    if "vision" in towers_of(load_config(recipe)) and has_media(recipe):
+        raise UserError("rows have pictures, whose tower no fit counts; seqtile plan --frames or --images does")
     memory = parse_bytes(recipe.fit) if isinstance(recipe.fit, str) else None
     settings = settings_of(recipe)
     fixed = {name: getattr(settings, name) for name in CHOSEN if getattr(recipe.options, name) != DEFAULTS[name]}

@@ -15,7 +15,7 @@ from seqtile.train import demo
 from seqtile.train.arguments import trainer_arguments
 from seqtile.train.data import SAMPLE_OF_A_FILE, Loaded, load_rows, processes_for
 from seqtile.train.load import load_config, processor_of, stop_tokens, tokenizer_of
-from seqtile.train.media import RowError, without_decoding
+from seqtile.train.media import PART_COLUMNS, RowError, without_decoding
 from seqtile.train.recipe import DEMO, Recipe
 from seqtile.train.rendered_rows import RowSet, check_rendered, takes_json_arguments, trained_tokenizer
 from seqtile.train.row_formats import COUNTED, MEDIA, RowFormat, find_key_columns
@@ -226,6 +226,15 @@ def _read_rows(batch: Mapping[str, Sequence[Any]], row_format: RowFormat, versio
 
 def _refuse_media(rows: Dataset, dataset: str) -> None:
     """Refuse pictures beside the text, which would be dropped."""
+    if (name := _filled_column(rows)) is not None:
+        raise UserError(
+            f"dataset {dataset!r} has a column {name!r} that is not empty, but this model, or this kind of rows, "
+            "takes text only; drop the column, or use a model for pictures and rows of 'messages'"
+        )
+
+
+def _filled_column(rows: Dataset) -> str | None:
+    """A column of pictures, videos or sounds that has any."""
     from pyarrow import compute, types  # type: ignore[import-untyped]
 
     for name in set(MEDIA) & set(rows.column_names):
@@ -234,7 +243,21 @@ def _refuse_media(rows: Dataset, dataset: str) -> None:
             lengths = compute.list_value_length(column)
             column = lengths.filter(compute.greater(lengths, 0))
         if column.null_count < len(column):
-            raise UserError(
-                f"dataset {dataset!r} has a column {name!r} that is not empty, but this model, or this kind of rows, "
-                "takes text only; drop the column, or use a model for pictures and rows of 'messages'"
-            )
+            return name
+    return None
+
+
+def has_media(recipe: Recipe) -> bool:
+    """Whether a training row has a picture or a video; no file is opened, and rows of text are read to the end."""
+    if recipe.streaming or recipe.dataset == DEMO:
+        return False
+    rows = load_rows(recipe.dataset, split=recipe.dataset_split, config=recipe.dataset_config).rows
+    chats = [name for name in ("messages", "conversations", "prompt") if name in rows.column_names]
+    return _filled_column(rows) is not None or any(
+        isinstance(part, Mapping) and part.get("type") in PART_COLUMNS
+        for row in rows.select_columns(chats)
+        for chat in row.values()
+        for message in (chat if isinstance(chat, list) else ())
+        for parts in message.values()
+        for part in (parts if isinstance(parts, list) else ())
+    )
