@@ -87,9 +87,9 @@ def said(settings: TilingOptions) -> str:
     return ", ".join(names)
 
 
-def rows(models: list[str], lengths: list[int]) -> Iterator[str]:
+def rows(models: list[str], devices: list[str], lengths: list[int], hosts: list[int]) -> Iterator[str]:
     """The lines of the table."""
-    for model, device, tokens, host in itertools.product(models, DEVICES, lengths, HOSTS):
+    for model, device, tokens, host in itertools.product(models, devices, lengths, hosts):
         # 4-bit weights on 24 GB, and where 16-bit ones fill 80 GB.
         request = request_of(model, device, host, quantized=device == "rtx4090" or "30b" in model or "32b" in model)
         started, chosen = time.process_time(), None
@@ -108,13 +108,15 @@ def rows(models: list[str], lengths: list[int]) -> Iterator[str]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--models", nargs="+", default=[*MODELS])
+    parser.add_argument("--devices", nargs="+", default=[*DEVICES])
     parser.add_argument("--lengths", nargs="+", type=int, default=[*LENGTHS])
+    parser.add_argument("--hosts", nargs="+", type=int, default=[*HOSTS])
     parser.add_argument("--write", action="store_true", help="into docs/planning.md")
     arguments = parser.parse_args()
     headings = ["model", "GiB", "tokens", "host GiB", "chosen", "a step", "fixed order", "processor seconds"]
     lines = [f"| {' | '.join(headings)} |", "|---" * len(headings) + "|"]
     print("\n".join(lines))
-    for line in rows(arguments.models, arguments.lengths):
+    for line in rows(arguments.models, arguments.devices, arguments.lengths, arguments.hosts):
         print(line, flush=True)
         lines.append(line)
     versions = ", ".join(f"{package} {package_version(package)}" for package in ("torch", "transformers"))

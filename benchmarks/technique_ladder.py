@@ -1,7 +1,7 @@
 """``python benchmarks/technique_ladder.py``: what each technique buys in length and costs in time, by the plan.
 
 The rungs add one technique each (:data:`seqtile.planner.techniques.ABLATION`). The settings that a given length needs
-are chosen elsewhere, cheapest first (:mod:`seqtile.planner.chooser`).
+are chosen elsewhere, by least time (:mod:`seqtile.planner.chooser`).
 """
 
 from __future__ import annotations

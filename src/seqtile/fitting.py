@@ -53,10 +53,6 @@ TRAINER_OPTIMIZERS = {
 """The trainer's optimizers that a plan knows."""
 
 
-_answers: dict[tuple[str, str], Choice] = {}
-"""What was asked in this process, and the answers."""
-
-
 @dataclass(frozen=True)
 class Choice:
     """The settings that were chosen, why, one sentence each, and what the plan expects of them."""
@@ -185,12 +181,14 @@ def choose_for(
         switched_on_here = any(policy.switched_on for policy in standing_checkpointing(model))
         recomputes = is_on(causal_model(model)) and not switched_on_here
     checkpointed = recomputes
-    with in_one_sentence(request.config):
-        choice = _by_first_rank(
-            lambda: choose(
+
+    def choose_here() -> Choice:
+        with in_one_sentence(request.config):
+            return choose(
                 request, max_length, fixed, can_offload=request.device_type != "cpu", checkpointed=checkpointed
             )
-        )
+
+    choice = _by_first_rank(choose_here)
     chosen = {name: getattr(choice.options, name) for name in CHOSEN if name not in fixed}
     if loss is None:
         chosen.pop("loss_tile", None)
@@ -203,7 +201,7 @@ def choose_for(
         notes.append("activation checkpointing was on already and stays on for every layer")
         if chosen_options.checkpoint == "layer" and not chosen_options.offload_room and "checkpoint" not in fixed:
             chosen_options = replace(chosen_options, checkpoint=None)  # nothing to change
-    return replace(choice, options=chosen_options, why=(*choice.why, *notes))
+    return replace(choice, options=chosen_options, why=(*choice.why, *notes), planner=None)
 
 
 def _by_first_rank(choose: Callable[[], Choice]) -> Choice:
@@ -214,7 +212,7 @@ def _by_first_rank(choose: Callable[[], Choice]) -> Choice:
     if distributed.get_rank() == 0:
         try:
             answer = [choose()]
-        except (UserError, RunError) as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks wait for an answer
             answer = [error]
     distributed.broadcast_object_list(answer)
     if isinstance(answer[0], Exception):
@@ -257,10 +255,6 @@ def choose(
     Raises:
         RunError: nothing fits; with the longest length that does, and what would help.
     """
-    asked = (request.config.to_json_string(), repr((request, max_length, sorted(fixed.items()), can_offload, packed,
-             checkpointed)))  # fmt: skip
-    if asked in _answers:
-        return _answers[asked]
     try:
         chosen = choose_settings(request, max_length, fixed, can_offload=can_offload, checkpointed=checkpointed)
     except DoesNotFit as error:
@@ -290,8 +284,7 @@ def choose(
         "chunk": options.chunk, "segment": options.segment,
     }  # fmt: skip
     why += [f"{name} {chosen_values[name]}: {chosen.reasons[name]}" for name in chosen_values if name in chosen.reasons]
-    _answers[asked] = Choice(options, tuple(why), estimate, chosen.planner)
-    return _answers[asked]
+    return Choice(options, tuple(why), estimate, chosen.planner)
 
 
 def _what_helps(error: DoesNotFit) -> str:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+import seqtile
 import tiny_run
 from seqtile import UserError
 from seqtile._errors import RunError
@@ -103,7 +104,7 @@ class Planned:
     def fits_at_the_high_estimate(self, estimate: Any) -> bool:
         return bool(estimate.device.high <= self.request.device.memory)
 
-    def longest(self) -> tuple[int, str]:
+    def longest(self, start: int | None = None) -> tuple[int, str]:
         return (8192 if self.request.options.chunk else 4096), "device memory: logits"
 
 
@@ -243,6 +244,17 @@ def test_frozen_weights_go_to_the_host_where_they_alone_do_not_fit() -> None:
     for refused in ({}, {"lora": Lora(4), "can_offload": False}):
         with pytest.raises(RunError):
             ask(10, **refused)
+
+
+def test_settings_that_are_given_and_exclude_each_other_are_refused_in_a_sentence(folder: Path) -> None:
+    config = CONFIG_MAPPING["llama"](hidden_size=64, intermediate_size=192, num_hidden_layers=6, num_attention_heads=4,
+                                     num_key_value_heads=2, vocab_size=256, head_dim=16)  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config)
+    for given in ({"checkpoint": "attention-saved"}, {"checkpoint": "none:3"}):
+        with pytest.raises(UserError, match="chunk"):
+            seqtile.fit(model, max_length=512, device="4GiB", chunk=128, **given)
+    report = seqtile.fit(model, max_length=512, device="4GiB", keep="memory:1MiB", tile=128)
+    assert report.settings["keep"] == "memory:1MiB" and "keep memory:1MiB: as given" in report.why
 
 
 def test_a_retry_leaves_weights_on_the_host() -> None:

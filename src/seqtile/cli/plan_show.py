@@ -62,7 +62,7 @@ def show_plan(
         + f", engine {request.engine}"
     )
     console.print(_table(estimate))
-    _print_verdict(console, planned, max_length, better, by_split)
+    _print_verdict(console, planned, max_length, better, by_split, bool(why) and planner.fits(estimate))
     if command := start_command(request, recipe_file):
         console.print(f"Run on each node: {command}")
     for sentence in why:
@@ -110,7 +110,7 @@ def _gib(value: float) -> str:
 
 def _print_verdict(
     console: Console, planned: Planned, max_length: int | None, better: Callable[[], NextSetting | None],
-    by_split: Callable[[], dict[int, int]],
+    by_split: Callable[[], dict[int, int]], is_chosen: bool = False,
 ) -> None:  # fmt: skip
     planner, estimate, longest, limit, _ = planned
     request = planner.request
@@ -127,7 +127,8 @@ def _print_verdict(
         else:
             console.print(f"{estimate.tokens:,} tokens do not fit in host memory.", style="bold")
     high = f"({planner.sure():,} at the high estimate)"
-    console.print(f"Longest sequence that fits: {longest:,} tokens {high}. Limited by {limit}.")
+    settings = " with these settings" if is_chosen else ""  # a longer one takes others
+    console.print(f"Longest sequence that fits{settings}: {longest:,} tokens {high}. Limited by {limit}.")
     if limit == "positions" and (further := planner.longest_beyond(estimate.tokens)):
         console.print(f"Beyond the model's positions: {further:,} tokens, with {rope_scaling_key(request, further)}.")
     if len(lengths := by_split()) > 1:

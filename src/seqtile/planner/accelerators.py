@@ -82,7 +82,7 @@ def device_here(index: int | None = None) -> Device:
     memory, name = total_device_bytes(index), device_name(index)
     if not memory:
         raise UserError(f"{name} does not report its memory; pass it, such as device='80GiB' or --fit-memory 80GiB")
-    words = name.lower().replace(" ", "")  # "NVIDIA H100 80GB HBM3", "NVIDIA GeForce RTX 4090"
+    words = name.lower().replace("rtx ", "rtx").replace("-", " ").split()  # "NVIDIA H100 80GB HBM3", "GeForce RTX 4090"
     known = next((known for key, known in DEVICES.items() if key.partition("-")[0] in words), None)
     speed = (None, None) if known is None else (known.tflops, known.host_link)
     return Device(name, memory, speed[0], "the driver", compute_capability(), speed[1])

@@ -1,12 +1,12 @@
 """The fastest settings with which a length fits.
 
-Settings differ in two ways. A *frame* bounds what a layer holds while it runs, and where what waits for its backward
-waits: whole layers, minimal memory, chunks, the host, small tiles. What memory a frame leaves is *spent* on computing
-less again: attention's output is saved, gate and up are kept, layers have no checkpoint, for as many layers or tiles as
-fit. Each frame, so spent, has a time (:mod:`seqtile.planner.step_time`); the least is chosen.
+Base settings bound what a layer holds while it runs, and say where checkpoints and frozen weights are: whole layers,
+minimal memory or chunks, on the device or the host, in tiles of ``"auto"`` or smaller ones. The memory that they leave
+is spent on computing less again: attention's output is saved, gate and up are kept, layers have no checkpoint, for as
+many layers or tiles as fit. Each base, so spent, has a time (:mod:`seqtile.planner.step_time`); the least is chosen.
 
-A fake run of a step takes a second, and a frame needs several. So frames are taken in the order of the least time that
-arithmetic allows them, until that is no better than the best that was planned.
+A fake run of a step takes a second, and a base needs several. So bases are planned in the order of the least time that
+arithmetic expects of them, until that is no better than the best that was planned.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
+from operator import itemgetter
 from typing import Any
 
-from seqtile._errors import RunError
+from seqtile._errors import RunError, UserError
 from seqtile.devices import GIB
 from seqtile.headwise.install_heads import runs_on_some_heads
 from seqtile.options import DEFAULTS, WHOLE_LAYER, TilingOptions, changed, checkpoint_of, layer_policies, offload_of
@@ -42,7 +43,7 @@ CHOSEN = ("tile", "loss_tile", "keep", "checkpoint", "offload", "blocks", "heads
 GAIN = 0.005
 """Share of a step that memory has to buy, or other settings have to save: below, a step varies by as much anyway."""
 
-HIDDEN_SIZES = 8
+HIDDEN_SIZES = 7
 """Hidden states that a decoder layer without a checkpoint keeps, beside gate and up: 7.6 of Llama-8B, 9.8 with
 adapters. A first guess, which fake runs correct."""
 
@@ -137,19 +138,20 @@ class _Chooser:
         self.top = replace(request.options, **{name: DEFAULTS[name] for name in CHOSEN} | tiles)
         self.counts = self.first.counts
         self.layers = self.counts.layers
+        self.possible = [*self.bases()]
+        if not self.possible:
+            raise UserError("got settings that exclude each other with this model and device; drop some of them")
 
     def choose(self) -> Chosen:
         tried: list[_Plan] = []
         best: _Plan | None = None
-        frames = [(self.least_seconds(frame), frame) for frame in self.frames()]
-        for least, frame in sorted(
-            frames, key=lambda pair: pair[0]
-        ):  # stable: of equal ones the first, which is simpler
+        # Of equal ones the first, which is simpler.
+        for least, base in sorted(((self.least_seconds(base), base) for base in self.possible), key=itemgetter(0)):
             if best is not None and least > (1 - GAIN) * best.seconds:
                 break
-            if self.at_least(frame) > self.request.device.memory:
+            if self.at_least(base) > self.request.device.memory:
                 continue
-            plan = self.begin(frame)
+            plan = self.first_plan(base)
             tried.append(plan)
             if plan.fits:
                 spent = self.spend(plan)
@@ -162,7 +164,7 @@ class _Chooser:
         with_auto_tiles = [plan for plan in possible if plan.settings.tile == self.top.tile] or possible
         return self.chosen(min(with_auto_tiles, key=lambda plan: plan.estimate.device.expected), False)
 
-    def frames(self) -> Iterator[TilingOptions]:
+    def bases(self) -> Iterator[TilingOptions]:
         """Settings that bound memory, with nothing spent; what is given stays as it is."""
         given, top = self.fixed, self.top
         # With Ulysses passes divide the heads that a rank has after the exchange, which no plan counts.
@@ -191,7 +193,8 @@ class _Chooser:
                 continue
             if chunked and not is_in_chunks(settings, self.tokens, self.request.batch):
                 continue
-            if settings.chunk is not None and refused(replace(self.request, options=settings).combination()):
+            # Chunks that are given are refused by the plan, in a sentence.
+            if chunked and "chunk" not in given and refused(replace(self.request, options=settings).combination()):
                 continue
             if settings not in seen:
                 seen.append(settings)
@@ -205,7 +208,7 @@ class _Chooser:
         return room is None or room > 0 or not offload
 
     def spends(self, settings: TilingOptions) -> tuple[str, ...]:
-        """What memory may be spent on in this frame: attention's output, unchecked layers, gate and up."""
+        """What memory may be spent on in this base: attention's output, unchecked layers, gate and up."""
         request, free = replace(self.request, options=settings), []
         if settings.chunk is not None:
             return ()
@@ -257,10 +260,10 @@ class _Chooser:
         inputs = 0 if settings.offload_room else 1
         return float(self.layers * rows * (HIDDEN_SIZES - inputs) * self.counts.hidden * itemsize)
 
-    def least_seconds(self, frame: TilingOptions) -> float:
-        """The time of a frame with as much spent as could fit if nothing but what waits took memory."""
-        settings, spare = frame, self.request.device.memory - self.at_least(frame)
-        for _ in self.spends(frame):
+    def least_seconds(self, base: TilingOptions) -> float:
+        """The time of a base with as much spent as could fit if nothing but what waits took memory."""
+        settings, spare = base, self.request.device.memory - self.at_least(base)
+        for _ in self.spends(base):
             offers = self.by_worth(settings)
             if not offers:
                 break
@@ -276,16 +279,16 @@ class _Chooser:
         offers = [offer for offer in offers if offer[0] >= GAIN * self.seconds(settings)]
         return sorted(offers, key=lambda offer: offer[1] / offer[0])
 
-    def begin(self, frame: TilingOptions) -> _Plan:
-        """The first plan of a frame: with all spent that costs nothing, or that surely fits; else with nothing."""
-        settings, needed = frame, self.at_least(frame)
+    def first_plan(self, base: TilingOptions) -> _Plan:
+        """The first plan of a base: with all spent that costs nothing, or that surely fits; else with nothing."""
+        settings, needed = base, self.at_least(base)
         while offers := self.by_worth(settings):
             _, cost, on = offers[0]
             if cost > 0 and needed + cost > self.request.device.memory / 2:
                 break
             settings, needed = self.all_spent(settings, on), needed + cost
         plan = self.plan(settings)
-        return plan if plan.fits or settings == frame else self.plan(frame)
+        return plan if plan.fits or settings == base else self.plan(base)
 
     def spend(self, plan: _Plan) -> _Plan:
         """``plan`` with the memory that is left spent, each time on what buys most for a byte."""
@@ -301,7 +304,9 @@ class _Chooser:
     def most_layers(self, plan: _Plan, on: str, each: float) -> _Plan:
         """``plan`` with as many layers of one kind as fit, which take about ``each`` bytes."""
         plan_of: Callable[[int], _Plan] = lambda layers: self.plan(self.with_layers(plan.settings, on, layers))  # noqa: E731
-        guess = self.layers if each <= 0 else min(self.layers, int(plan.spare // each))
+        guess = self.layers if each <= 0 else min(self.layers, max(1, int(plan.spare // each)))
+        if on == "attention" and guess:  # layers without a checkpoint come first
+            guess = min(self.layers, guess + layer_policies(plan.settings.checkpoint, self.layers).count(None))
         best, most, too_many = plan, 0, self.layers + 1
         while most < guess < too_many:
             tried = plan_of(guess)
@@ -347,8 +352,14 @@ class _Chooser:
 
     def seconds(self, settings: TilingOptions) -> float:
         """By arithmetic: all that may wait on the host does."""
-        keep = float(settings.keep) if isinstance(settings.tile, int) and settings.tiled else None
+        keep = self.kept(settings) if isinstance(settings.tile, int) and settings.tiled else None
         return step_seconds(replace(self.request, options=settings), self.counts, self.tokens, keep)
+
+    def kept(self, settings: TilingOptions) -> float:
+        """Share of the tiles that keep gate and up; a rule that is given comes to one."""
+        if isinstance(settings.keep, str):
+            return float(self.planner_of(settings).resolved(self.tokens).options.keep)
+        return settings.keep
 
     def chosen(self, plan: _Plan, sure: bool) -> Chosen:
         return Chosen(plan.settings, plan.planner, plan.estimate, plan.seconds, self.reasons(plan), sure)
@@ -356,8 +367,8 @@ class _Chooser:
     def nothing_fits(self, tried: list[_Plan]) -> DoesNotFit:
         """The error, with the longest row that fits with any settings."""
         request = self.request
-        tightest = {(frame.offload, frame.chunk, frame.segment): frame for frame in self.frames()}  # the last of each
-        planners = [self.planner_of(frame) for frame in tightest.values()]
+        tightest = {(base.offload, base.chunk, base.segment): base for base in self.possible}  # the last of each
+        planners = [self.planner_of(base) for base in tightest.values()]
         planners.sort(key=lambda planner: planner.furthest, reverse=True)
         longest, limit, planner = 0, "", planners[0]
         for other in planners:
@@ -365,10 +376,10 @@ class _Chooser:
                 break
             self.first.share(planner)
             other.share(self.first)
-            length, limited = other.longest()
+            length, limited = other.longest(None if other.at_least(1) > request.device.memory else self.tokens)
             if length > longest or not limit:
                 longest, limit, planner = length, limited, other
-        least = min((plan.estimate.device.expected for plan in tried), default=min(map(self.at_least, self.frames())))
+        least = min([plan.estimate.device.expected for plan in tried] or map(self.at_least, self.possible))
         fits = f"the longest that fits is {longest:,} (max_length: {longest})" if longest else "no length fits"
         return DoesNotFit(
             f"{self.tokens:,} tokens per sequence do not fit on {_devices(request)} even with the tightest settings: "
@@ -383,15 +394,15 @@ class _Chooser:
         sizes = "larger tiles do not fit" if small else "the rule of auto"
         moved = ["checkpoints take too much of the device"] * bool(settings.offload_room)
         moved += ["frozen weights leave too little of it"] * settings.weights_on_host
-        whole = settings.blocks != WHOLE_LAYER
+        buys = "what that frees is needed, or buys more time than it takes"
         reasons = {
             "checkpoint": "; ".join([f"{spoken(plan.seconds)} a step by estimate", *self.other_checkpoints(plan)]),
-            "keep": f"{float(settings.keep):.0%} of the tiles are not computed again",
+            "keep": f"{self.kept(settings):.0%} of the tiles are not computed again",
             "offload": ", and ".join(moved) or "not needed",
             "tile": "smaller tiles would not lower the peak at this length" if settings.tile == "auto" else sizes,
             "loss_tile": sizes,
-            "blocks": "more is not needed" if whole else "what that frees buys more time than it takes",
-            "heads": "all at once, as they fit" if settings.heads is None else "all heads at once would not fit",
+            "blocks": buys if settings.blocks == WHOLE_LAYER else "more is not needed",
+            "heads": "all at once, as they fit" if settings.heads is None else buys,
         }  # fmt: skip
         if not settings.keep:
             reasons["keep"] = f"the memory that is left would save less than {GAIN:.1%} of a step"
@@ -406,6 +417,11 @@ class _Chooser:
             del reasons["keep"]
         return {name: "as given" if name in self.fixed else why for name, why in reasons.items()}
 
+    def gains(self, plan: _Plan, word: str) -> bool:
+        """Whether a checkpoint of all layers was open to choice, and worth it."""
+        on = "layers" if word == "none" else "attention"
+        return any(offer[2] == on for offer in self.by_worth(plan.settings))
+
     def other_checkpoints(self, plan: _Plan) -> list[str]:
         """What the next faster and the next slower checkpoints of all layers would take."""
         if plan.settings.chunk is not None or "checkpoint" in self.fixed:
@@ -414,7 +430,7 @@ class _Chooser:
         seconds = {policy or "none": self.seconds(self.with_checkpoint(plan.settings, policy)) for policy in policies}
         faster = [word for word in seconds if seconds[word] < plan.seconds and word != plan.settings.checkpoint]
         slower = [word for word in seconds if seconds[word] > plan.seconds and word != plan.settings.checkpoint]
-        said = [f"{word}, {spoken(seconds[word])}, does not fit" for word in faster[-1:]]
+        said = [f"{word}, {spoken(seconds[word])}, does not fit" for word in faster[-1:] if self.gains(plan, word)]
         return [*said, *(f"{word} would take {spoken(seconds[word])}" for word in slower[:1])]
 
 

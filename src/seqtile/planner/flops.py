@@ -72,7 +72,7 @@ def count_work(request: Request, counts: Counts, tokens: int, keep: float | None
     inside = counts.active - counts.vocabulary * counts.hidden
     trained = 2 if request.lora is None else 0
     options = request.options
-    in_chunks = is_in_chunks(options, tokens, request.batch)
+    in_chunks = is_in_chunks(options, request.row_tokens(tokens), request.batch)
     policies = ("layer",) * counts.layers if in_chunks else layer_policies(options.checkpoint, counts.layers)
     checkpointed = counts.layers - policies.count(None)
     again = 2 * checkpointed / counts.layers
@@ -123,9 +123,9 @@ def is_in_chunks(options: TilingOptions, tokens: int, batch: int) -> bool:
 
 def forward_of_layers(request: Request, counts: Counts, tokens: int) -> Work:
     """Operations of the decoder layers' forward alone; a third of what they copy in a step."""
-    rows = request.batch * tokens
+    rows, _, attended = _of_rows(request, tokens)
     products = rows * 2.0 * (counts.active - counts.vocabulary * counts.hidden)
-    attention = request.batch * 2.0 * tokens**2 * counts.head_width * counts.heads * counts.attentions
+    attention = 4.0 * attended * counts.head_width * counts.heads * counts.attentions
     return Work(products, attention, rows * counts.layers * counts.hidden * LAYER_BYTES["kernels"] / 3)
 
 

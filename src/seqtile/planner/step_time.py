@@ -1,7 +1,7 @@
 """The time of a step: what it computes, the kernels that it starts, and the copies that no computation hides.
 
-Settings are compared by it. The rates are an H100's (:mod:`seqtile.planner.flops`); on another device with known TFLOPS
-all of them scale alike, so that the order of settings is the same where its time is not.
+Settings are compared by it. The rates are an H100's (:mod:`seqtile.planner.flops`), which scale with a device's TFLOPS;
+a kernel's own time does not.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from seqtile.planner.sharding_terms import frozen_bytes
 from seqtile.tiling import chunk_sizes
 
 KERNEL_SECONDS, CPU_KERNEL_SECONDS = 5.2e-6, 30e-6
-"""Of a small kernel beside large ones: head-wise attention and tiles of norms and projections started 21,200 more of
-them and took 110 ms longer (4 layers of Llama-8B, 32,768 tokens, one H100). On a CPU it is the interpreter's time."""
+"""Time of one small kernel beside large ones: head-wise attention and tiles of norms and projections start 21,200 more
+and take 110 ms longer (4 layers of Llama-8B, 32,768 tokens, one H100). On a CPU it is the interpreter's time."""
 
 LAYER_KERNELS, RECOMPUTE_KERNELS, TILE_KERNELS, PASS_KERNELS, CHUNK_KERNELS = 300, 110, 115, 580, 800
 """Operators of a fake step of Llama-8B with adapters: of a layer, of its recompute, of an MLP tile, of a group of
@@ -62,7 +62,7 @@ def step_seconds(request: Request, counts: Counts, tokens: int, keep: float | No
 
 def checkpoint_bytes(request: Request, counts: Counts, tokens: int) -> float:
     """Bytes that one rank's checkpoints keep: layer inputs, and attention's output of the layers that save it."""
-    itemsize, rows = request.setup().dtype.itemsize, -(-tokens // request.split) * request.batch
+    itemsize, rows = request.setup().dtype.itemsize, _rows(request, tokens)
     policies = layer_policies(request.options.checkpoint, counts.layers)
     inputs = sum(policy is not None for policy in policies) * counts.hidden * itemsize
     saved = counts.attentions_with("attention-saved", request.options.checkpoint)
@@ -75,11 +75,17 @@ def attention_bytes(request: Request, counts: Counts) -> int:
     return counts.heads * (counts.head_width * (2 if setup.autocast else setup.dtype.itemsize) + 4)
 
 
+def _rows(request: Request, tokens: int) -> int:
+    """Tokens of one rank's batch."""
+    return -(-request.row_tokens(tokens) // request.split) * request.batch
+
+
 def _kernels(request: Request, counts: Counts, tokens: int) -> float:
     """Kernels of a step's decoder layers; those of their attention and products are few, and not told apart."""
-    options, rows = request.options, -(-tokens // request.split) * request.batch
-    if options.chunk is not None and is_in_chunks(options, tokens, request.batch):
-        return CHUNK_KERNELS * counts.layers * len(chunk_sizes(tokens, request.batch, options.chunk).sizes)
+    options, rows = request.options, _rows(request, tokens)
+    row = request.row_tokens(tokens)
+    if options.chunk is not None and is_in_chunks(options, row, request.batch):
+        return CHUNK_KERNELS * counts.layers * len(chunk_sizes(row, request.batch, options.chunk).sizes)
     tiles = -(-rows // options.tile) if options.tiled and isinstance(options.tile, int) else 1
     policies = layer_policies(options.checkpoint, counts.layers)
     recomputed = sum(policy is not None for policy in policies) * RECOMPUTE_KERNELS
