@@ -307,6 +307,7 @@ def test_rows_without_any_picture_are_text(folder: Path) -> None:
         ({"streaming": True}, "only text"),
         *(({"engine": engine, "nproc": 2}, "rows without") for engine in ("ddp", "zero2", "zero3", "fsdp2")),
         ({"engine": "zero3", "nproc": 2, "lora": {"r": 2}}, "rows without"),
+        ({"engine": "ddp", "nproc": 2, "lora": {"r": 2, "target_modules": ["qkv"]}}, "rows without"),
     ],
     ids=str,
 )

@@ -152,14 +152,15 @@ def refuse_beside_pictures(recipe: Recipe, sets: Mapping[str, RowSet], arguments
         )
     if recipe.split > 1:
         raise UserError("rows with pictures cannot be split over processes; drop sp_size and cp_size")
-    # Without adapters the tower trains too, and a rank without a picture has no gradients of it to reduce.
-    if (recipe.nproc or 1) > 1 and (recipe.engine == "zero3" or recipe.lora is None):
+    # A tower that trains has no gradients to reduce on a rank without a picture; all-linear leaves it out.
+    trains_tower = recipe.lora is None or recipe.lora.target_modules != "all-linear"
+    if (recipe.nproc or 1) > 1 and (recipe.engine == "zero3" or trains_tower):
         for row_set in sets.values():
             if len(row_set.media) > 1:
                 raise UserError(
                     f"dataset {row_set.source.dataset!r} has rows with pictures and rows without, or with videos, so "
                     "the vision tower would not run as often on every rank, and the ranks would wait for each other; "
-                    "use rows of one kind, --nproc 1, or --lora with --engine ddp, zero2 or fsdp2"
+                    "use rows of one kind, --nproc 1, or --lora without target_modules and another engine than zero3"
                 )
 
 
