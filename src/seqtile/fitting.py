@@ -209,14 +209,18 @@ def _by_first_rank(choose: Callable[[], Choice]) -> Choice:
     if not (distributed.is_available() and distributed.is_initialized()):
         return choose()
     answer: list[Any] = [None]
+    error: Exception | None = None
     if distributed.get_rank() == 0:
         try:
             answer = [choose()]
-        except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks wait for an answer
-            answer = [error]
+        except Exception as raised:  # noqa: BLE001 - whatever it is, the other ranks wait for an answer
+            error = raised
+            answer = [str(raised) or type(raised).__name__]
     distributed.broadcast_object_list(answer)
-    if isinstance(answer[0], Exception):
-        raise answer[0]
+    if error is not None:
+        raise error
+    if isinstance(answer[0], str):
+        raise RunError(answer[0])
     return cast(Choice, answer[0])
 
 

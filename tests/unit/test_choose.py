@@ -15,7 +15,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 import seqtile
 import tiny_run
-from seqtile import UserError
+from seqtile import UserError, fitting
 from seqtile._errors import RunError
 from seqtile.cli import main
 from seqtile.options import WHOLE_LAYER, TilingOptions, checkpoint_of, layer_policies
@@ -255,6 +255,29 @@ def test_settings_that_are_given_and_exclude_each_other_are_refused_in_a_sentenc
             seqtile.fit(model, max_length=512, device="4GiB", chunk=128, **given)
     report = seqtile.fit(model, max_length=512, device="4GiB", keep="memory:1MiB", tile=128)
     assert report.settings["keep"] == "memory:1MiB" and "keep memory:1MiB: as given" in report.why
+
+
+def test_no_rank_waits_for_one_that_raised(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the first rank ends with reaches the others, which plan nothing."""
+    sent: list[Any] = []
+
+    def broadcast(answer: list[Any]) -> None:
+        answer[0] = sent[0] if sent else answer[0]
+        sent.append(answer[0])
+
+    for name, value in {"is_initialized": lambda: True, "broadcast_object_list": broadcast}.items():
+        monkeypatch.setattr(fitting.distributed, name, value)
+    planned: list[int] = []
+
+    def fails() -> Any:
+        planned.append(1)
+        raise KeyError("of a model's own code")
+
+    for rank, error in ((0, KeyError), (1, RunError)):
+        monkeypatch.setattr(fitting.distributed, "get_rank", lambda rank=rank: rank)
+        with pytest.raises(error, match="of a model's own code"):
+            fitting._by_first_rank(fails)
+    assert planned == [1]
 
 
 def test_a_retry_leaves_weights_on_the_host() -> None:

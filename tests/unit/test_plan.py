@@ -179,7 +179,7 @@ BAD = [
     (["--engine", "zero9"], "expected one of single"),
     (["--optimizer", "adam"], "expected one of adamw"),
     (["--offload", "brains"], "expected checkpoints (or a size for them"),
-    (["--checkpoint", "some"], "expected one of 'layer', 'attention-saved'"),
+    (["--checkpoint", "some"], "expected one of auto, layer"),
     (["--tile", "many"], "not a tile rule"),
     (["--keep", "2"], "outside 0.0 to 1.0"),
     (["--keep", "some"], "is not a rule"),
