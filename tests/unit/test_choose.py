@@ -150,13 +150,20 @@ def every_choice(lora: bool) -> Iterator[TilingOptions]:
 @pytest.mark.parametrize("lora", [None, Lora(4)], ids=["all weights", "adapters"])
 def test_the_choice_is_the_fastest_that_fits(lora: Lora | None) -> None:
     """Within two percent of a search through everything, at every size."""
-    candidates = [(lasts(one), takes(one) + Planned.spread) for one in every_choice(lora is not None)]
+    candidates = [
+        (lasts(one), takes(one) + Planned.spread, one.heads is not None) for one in every_choice(lora is not None)
+    ]
     for memory in range(18, 130, 3):
         found = ask(memory, lora=lora)
-        best = min((seconds for seconds, needed in candidates if needed <= memory), default=None)
+        fitting = [(seconds, minimal) for seconds, needed, minimal in candidates if needed <= memory]
         assert found.sure and takes(found.settings) + Planned.spread <= memory
-        if best is not None:
-            assert found.seconds == lasts(found.settings) <= 1.02 * best, (memory, found.settings)
+        assert found.seconds == lasts(found.settings)
+        # Minimal memory is slow to plan: it is looked at where it may save much, or nothing else fits.
+        for beside, most in ((False, 1.02), (True, 1.02 / (1 - module.SLOW_GAIN))):
+            best = min((seconds for seconds, minimal in fitting if minimal == beside), default=float("inf"))
+            assert found.seconds <= most * best, (memory, found.settings)
+        if all(minimal for _, minimal in fitting):
+            assert found.seconds <= 1.02 * min(fitting, default=(float("inf"), True))[0]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ is spent on computing less again: attention's output is saved, gate and up are k
 many layers or tiles as fit. Each base, so spent, has a time (:mod:`seqtile.planner.step_time`); the least is chosen.
 
 A fake run of a step takes a second, and a base needs several. So bases are planned in the order of the least time that
-arithmetic expects of them, until that is no better than the best that was planned.
+arithmetic expects of them, as far as that is better than the best that was planned.
 """
 
 from __future__ import annotations
@@ -42,6 +42,10 @@ CHOSEN = ("tile", "loss_tile", "keep", "checkpoint", "offload", "blocks", "heads
 
 GAIN = 0.005
 """Share of a step that memory has to buy, or other settings have to save: below, a step varies by as much anyway."""
+
+SLOW_GAIN = 0.15
+"""Share that minimal memory has to be able to save to be planned beside what fits without it: its fake runs take half a
+minute for a model of 8B, since each group of heads has operators of its own."""
 
 HIDDEN_SIZES = 7
 """Hidden states that a decoder layer without a checkpoint keeps, beside gate and up: 7.6 of Llama-8B, 9.8 with
@@ -147,8 +151,9 @@ class _Chooser:
         best: _Plan | None = None
         # Of equal ones the first, which is simpler.
         for least, base in sorted(((self.least_seconds(base), base) for base in self.possible), key=itemgetter(0)):
-            if best is not None and least > (1 - GAIN) * best.seconds:
-                break
+            gain = SLOW_GAIN if base.heads is not None and "heads" not in self.fixed else GAIN
+            if best is not None and least > (1 - gain) * best.seconds:
+                continue
             if self.at_least(base) > self.request.device.memory:
                 continue
             plan = self.first_plan(base)
