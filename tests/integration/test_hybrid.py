@@ -185,7 +185,7 @@ def test_a_hybrid_model_is_planned(directory: Path, capsys: pytest.CaptureFixtur
     asked = ["plan", "--model", str(directory), "--device", "h200"]
     assert main([*asked, "--max-length", "2048", "--lora", "4"]) == 0
     printed = capsys.readouterr().out
-    assert "Longest sequence that fits: 4,096 tokens" in printed
+    assert "Longest sequence that fits with these settings: 4,096 tokens" in printed
     assert "1 layer with a state (Gated DeltaNet) run in flash-linear-attention" in " ".join(printed.split())
 
 
