@@ -52,7 +52,7 @@ ORDER: tuple[dict[str, Any], ...] = (
 def request_of(model: str, device: str, host: int, quantized: bool) -> Request:
     """LoRA on ``device`` beside ``host`` GiB of memory."""
     return Request(
-        model=model, config=read_config(model), device=find_device(device), host_memory=max(1, host * GIB),
+        model=model, config=read_config(model), device=find_device(device), host_memory=host * GIB or None,
         lora=Lora(16), qlora=quantized,
     )  # fmt: skip
 

@@ -696,7 +696,7 @@ def test_the_flags_of_a_proposal_set_what_it_changes(
     states = "layers with a state in tiles" in proposed
     asked: list[Request] = []
 
-    def plan(request: Request, _: int | None) -> Any:
+    def plan(request: Request, _: int | None, like: Any = None) -> Any:
         asked.append(request)
         raise UserError("no plan is needed")
 
@@ -728,7 +728,7 @@ def test_attention_is_saved_where_that_fits_and_pays(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     written = tmp_path / "recipe.yaml"
-    arguments = ["plan", "--model", str(folder), "--device", "4GiB", "--max-length", "16384"]
+    arguments = ["plan", "--model", str(folder), "--device", "4GiB", "--max-length", "16384", "--tile", "4096"]
     assert main([*arguments, "--json", "--recipe", str(written)]) == 0
     found = json.loads(capsys.readouterr().out)
     saved = found["attention_saved"]

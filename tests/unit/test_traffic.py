@@ -124,7 +124,7 @@ def test_the_command_plans_a_ring_of_a_length_and_the_bytes_that_move(
 ) -> None:
     CONFIG.save_pretrained(tmp_path)
     flags = ["--device", "16GiB", "--gpus", "2", "--nodes", "2", "--engine", "fsdp2", "--cp-size", "2"]
-    more = ["--max-length", "262144", "--json"]
+    more = ["--max-length", "262144", "--tile", "4096", "--json"]
     assert main(["plan", "--model", str(tmp_path), *flags, *more]) == 0
     found = json.loads(capsys.readouterr().out)
     assert "ring attention" in found["attention_saved"]["why"]
