@@ -131,7 +131,8 @@ def _choice_for(request: Request, max_length: int | None) -> tuple[Choice | None
     from seqtile.planner.chooser import CHOSEN
 
     given = [name for name in CHOSEN if getattr(request.options, name) != {**DEFAULTS, "checkpoint": "auto"}[name]]
-    if max_length is None or given or not request.has_recipe or request.options.loss is None:
+    supervised = request.has_recipe and request.pictures is None  # what fit plans
+    if max_length is None or given or not supervised or request.options.loss is None:
         return None, ()
     try:
         return choose(request, max_length, {}, can_offload=request.host_memory is not None), ()
