@@ -62,7 +62,7 @@ def step_seconds(request: Request, counts: Counts, tokens: int, keep: float | No
 
 def checkpoint_bytes(request: Request, counts: Counts, tokens: int) -> float:
     """Bytes that one rank's checkpoints keep: layer inputs, and attention's output of the layers that save it."""
-    itemsize, rows = request.setup().dtype.itemsize, _rows(request, tokens)
+    itemsize, rows = request.setup().dtype.itemsize, _tokens_of_a_rank(request, tokens)
     policies = layer_policies(request.options.checkpoint, counts.layers)
     inputs = sum(policy is not None for policy in policies) * counts.hidden * itemsize
     saved = counts.attentions_with("attention-saved", request.options.checkpoint)
@@ -75,14 +75,14 @@ def attention_bytes(request: Request, counts: Counts) -> int:
     return counts.heads * (counts.head_width * (2 if setup.autocast else setup.dtype.itemsize) + 4)
 
 
-def _rows(request: Request, tokens: int) -> int:
+def _tokens_of_a_rank(request: Request, tokens: int) -> int:
     """Tokens of one rank's batch."""
     return -(-request.row_tokens(tokens) // request.split) * request.batch
 
 
 def _kernels(request: Request, counts: Counts, tokens: int) -> float:
     """Kernels of a step's decoder layers; those of their attention and products are few, and not told apart."""
-    options, rows = request.options, _rows(request, tokens)
+    options, rows = request.options, _tokens_of_a_rank(request, tokens)
     row = request.row_tokens(tokens)
     if options.chunk is not None and is_in_chunks(options, row, request.batch):
         return CHUNK_KERNELS * counts.layers * len(chunk_sizes(row, request.batch, options.chunk).sizes)
