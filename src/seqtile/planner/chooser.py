@@ -198,8 +198,13 @@ class _Chooser:
                 continue
             if chunked and not is_in_chunks(settings, self.tokens, self.request.batch):
                 continue
-            # Chunks that are given are refused by the plan, in a sentence.
-            if chunked and "chunk" not in given and refused(replace(self.request, options=settings).combination()):
+            # Where what is given excludes itself, the plan of the simplest settings says so in a sentence.
+            simplest = not (bound or checkpoints or weights)
+            if (
+                settings.chunk is not None
+                and not simplest
+                and refused(replace(self.request, options=settings).combination())
+            ):
                 continue
             if settings not in seen:
                 seen.append(settings)
