@@ -60,10 +60,7 @@ class Choice:
     options: TilingOptions
     why: tuple[str, ...]
     estimate: Estimate
-    planner: Planner | None = field(default=None, repr=False, compare=False)  # of this process alone
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "planner": None}
+    planner: Planner | None = field(default=None, repr=False, compare=False)
 
 
 def fit(
@@ -184,9 +181,10 @@ def choose_for(
 
     def choose_here() -> Choice:
         with in_one_sentence(request.config):
-            return choose(
+            choice = choose(
                 request, max_length, fixed, can_offload=request.device_type != "cpu", checkpointed=checkpointed
             )
+        return replace(choice, planner=None)  # which is of this process, and holds a model
 
     choice = _by_first_rank(choose_here)
     chosen = {name: getattr(choice.options, name) for name in CHOSEN if name not in fixed}
@@ -201,7 +199,7 @@ def choose_for(
         notes.append("activation checkpointing was on already and stays on for every layer")
         if chosen_options.checkpoint == "layer" and not chosen_options.offload_room and "checkpoint" not in fixed:
             chosen_options = replace(chosen_options, checkpoint=None)  # nothing to change
-    return replace(choice, options=chosen_options, why=(*choice.why, *notes), planner=None)
+    return replace(choice, options=chosen_options, why=(*choice.why, *notes))
 
 
 def _by_first_rank(choose: Callable[[], Choice]) -> Choice:

@@ -191,7 +191,7 @@ class TilingOptions:
     @property
     def by_layer(self) -> bool:
         """Whether ``checkpoint`` differs by layer."""
-        return self.checkpoint is not None and ":" in self.checkpoint
+        return by_layer(self.checkpoint)
 
     @property
     def saves_attention(self) -> bool:
@@ -268,6 +268,11 @@ def layer_policies(checkpoint: str | None, layers: int) -> tuple[str | None, ...
     for policy, count in _read_checkpoint(checkpoint):
         policies += [policy] * min(layers - len(policies), layers if count is None else count)
     return tuple(reversed([*policies, *["layer"] * (layers - len(policies))]))
+
+
+def by_layer(checkpoint: str | None) -> bool:
+    """Whether ``checkpoint`` differs by layer."""
+    return checkpoint is not None and ":" in checkpoint
 
 
 def saves_attention(checkpoint: str | None) -> bool:

@@ -19,7 +19,7 @@ from seqtile import UserError
 from seqtile._errors import RunError
 from seqtile.fitting import Choice, apply_choice, choose_for, describe, find_adapters
 from seqtile.install.apply import carries
-from seqtile.options import TilingOptions
+from seqtile.options import TilingOptions, layer_policies
 from seqtile.planner.sharding_terms import CONTEXT
 from seqtile.planner.step_config import Lora
 from zoo import causal_lm, with_encoder
@@ -142,6 +142,26 @@ def test_what_is_chosen_runs_and_holds_what_was_planned(number: int, ladder: Lad
 def test_less_memory_is_other_settings(ladder: Ladder) -> None:
     options = [choice.options for _, choice in ladder]
     assert len({*options}) == len(ladder) and options[0].checkpoint is None and options[0].keep == 1.0
+
+
+@pytest.mark.slow
+def test_a_choice_by_layer_runs_and_holds_what_was_planned() -> None:
+    """Between what all layers hold with one policy and with the next, on real tensors: counted, not read off."""
+    rest = dict(max_length=TOKENS, keep=0.0, blocks="auto", heads=None, chunk=None, tile=512)
+    sizes = dict(num_hidden_layers=6, head_dim=64)
+
+    def high(checkpoint: str) -> float:
+        options, given = TilingOptions(tile=512, checkpoint=checkpoint), {*rest, "checkpoint"} - {"max_length"}
+        choice = choose_for(llama(**sizes), options, given=given, max_length=TOKENS, device="16GiB")
+        return choice.estimate.device.high
+
+    model, memory = llama(**sizes), int(high("layer") + high("none")) // 2
+    report = seqtile.fit(model, device=f"{memory // MIB}MiB", **rest)
+    policies = layer_policies(report.settings["checkpoint"], 6)
+    assert len({*policies}) > 1, report.settings
+    step = run_step(model)
+    assert step.attention == 6 + policies.count("layer")
+    assert step.held <= memory
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])

@@ -119,7 +119,6 @@ def classifier(kind: str) -> nn.Module:
 @pytest.mark.parametrize(
     ("model", "word"),
     [
-        (lambda: classifier("Sequence"), "LlamaForSequenceClassification"),  # a reward model
         (lambda: classifier("Token"), "LlamaForTokenClassification"),
         (lambda: transformers.AutoModel.from_config(causal_lm("llama").config), "LlamaModel"),
         (lambda: vision_language_model(architecture="qwen2_5_vl"), "plan --images N"),
@@ -130,6 +129,11 @@ def test_another_model_is_refused_by_what_it_is(model: Any, word: str) -> None:
     with pytest.raises(UserError, match=word) as error:
         seqtile.fit(model(), max_length=64, device="16GiB")
     assert "drop loss" not in str(error.value)
+
+
+def test_a_reward_model_is_fitted() -> None:
+    report = seqtile.fit(classifier("Sequence"), max_length=64, device="16GiB")
+    assert report.tiled == 2 and report.settings is not None and "loss" not in report.done
 
 
 def test_a_loss_of_none_stays() -> None:

@@ -71,3 +71,11 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     from seqtile.ops.lm_loss import row_kernels
 
     monkeypatch.setitem(row_kernels.BLOCK_ELEMENTS, "cpu", 4 * VOCABULARY)
+
+
+@pytest.fixture
+def one_process() -> Iterator[None]:
+    """A process group of this process alone, in which engines wrap a model as in a run."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()

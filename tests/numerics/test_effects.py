@@ -287,13 +287,6 @@ def test_compiled(compiled: str, settings: dict[str, Any], order: str) -> None:
     torch._dynamo.reset()
 
 
-@pytest.fixture
-def one_process() -> Iterator[None]:
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
 @pytest.mark.parametrize("order", ["apply first", "apply on PEFT", "apply last"])
 def test_engines_around_adapters(engine: str, order: str, one_process: None) -> None:

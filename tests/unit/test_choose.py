@@ -297,6 +297,21 @@ def test_without_an_accelerator_nothing_is_moved_to_the_host() -> None:
     assert not any(ask(memory, can_offload=False).settings.offload for memory in range(20, 100, 8))
 
 
+def test_a_host_without_room_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its memory is known: no base is planned there, and no longest row is looked for."""
+    planned: list[Any] = []
+
+    def estimate(self: Planned, tokens: int, original: Any = Planned.estimate) -> Any:
+        planned.append(self.request.options.offload)
+        return original(self, tokens)
+
+    monkeypatch.setattr(Planned, "host_room", lambda self: 0.0)
+    monkeypatch.setattr(Planned, "estimate", estimate)
+    for memory in range(20, 100, 8):
+        assert not ask(memory, lora=Lora(4), given={"chunk": None} if memory > 30 else None).settings.offload
+    assert planned and not any(planned)
+
+
 def test_a_model_whose_attention_runs_whole_keeps_it_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "runs_on_some_heads", lambda _: False)
     assert all(ask(memory).settings.heads is None for memory in range(20, 100, 8))

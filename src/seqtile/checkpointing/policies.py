@@ -33,7 +33,7 @@ from seqtile.checkpointing.host_offload import HostMemory
 from seqtile.checkpointing.keep_attention import AttentionSaved, kept_per_token
 from seqtile.ops.attention.backends import FLEX, attention_sentences, has_long_mask, without_wrong_kernel
 from seqtile.ops.attention.kernel_calls import names_of_kernels
-from seqtile.options import check_layers, layer_policies, saves_attention
+from seqtile.options import by_layer, check_layers, layer_policies, saves_attention
 from seqtile.recognise.decoder_layers import decoder_layers
 
 _POLICY_MARK = "_seqtile_checkpointing"
@@ -60,7 +60,7 @@ def check_checkpointing(model: nn.Module, policy: str | None, offload: bool | in
             "offload"
         )
     chosen = [module for _, module in split_frozen(models)[0]]
-    for module in chosen if policy is not None and ":" in policy else []:
+    for module in chosen if by_layer(policy) else []:
         check_layers(policy, len(decoder_layers(module)), type(module).__name__)
     plain = next((module for module in chosen if attention_kind(module) == "eager"), None)
     if saves_attention(policy) and plain is not None:
@@ -122,7 +122,7 @@ class Checkpointing(Watched):
         self.policy, self.offload = policy, bool(offload)
         self.host = HostMemory(0 if isinstance(offload, bool) else offload) if offload else None
         self.attention = AttentionSaved(self.host) if saves_attention(policy) else None
-        self.names = [layer.name for layer in decoder_layers(module)] if ":" in policy else []
+        self.names = [layer.name for layer in decoder_layers(module)] if by_layer(policy) else []
         self.policies = layer_policies(policy, len(self.names))
         """Of each decoder layer, where they differ; else empty."""
         self.switched_on = False

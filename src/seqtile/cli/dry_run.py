@@ -22,7 +22,7 @@ SHOWN_RUNS, SHOWN_CHARACTERS = 12, 600
 """Parts of a row, and characters of each, that are shown."""
 
 REPEATED = 4
-"""From so many times on, a token that follows itself is written once."""
+"""Repetitions of a token from which it is written once, with their number."""
 
 OPEN, CLOSE = "⟦", "⟧"
 
@@ -125,7 +125,7 @@ def marked(row: Tokens, tokenizer: Any) -> Text:
 
 
 def _decode(tokens: list[int], tokenizer: Any) -> str:
-    """Text of tokens; a token that many times follows itself, as those of a picture do, is written once."""
+    """Text of tokens; many of the same in a row, as those of a picture, are written once."""
     pieces, run = list[str](), list[int]()
     for token, group in itertools.groupby(tokens):
         count = len([*group])

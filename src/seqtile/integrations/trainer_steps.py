@@ -1,4 +1,4 @@
-"""The question of a plan for a trainer: transformers' own, or one of TRL's (1.16.0).
+"""What a plan has to know of a trainer, read from it: transformers' own, or one of TRL's (1.16.0).
 
 Rows, heads and frozen models were read in ``trl/trainer`` and ``trl/experimental``.
 """
@@ -131,7 +131,10 @@ def generation_of(args: Any) -> Grpo:
 
 
 def _argument(trainer: Trainer, name: str) -> Any:
-    """An attribute of the trainer, or while it is being built the argument of its constructor."""
+    """An attribute of the trainer, or while it is being built the argument of its constructor.
+
+    TRL sets these attributes after the event at which the callback chooses, so they are read from the call stack.
+    """
     if (value := getattr(trainer, name, None)) is not None:
         return value
     frame = sys._getframe(1)

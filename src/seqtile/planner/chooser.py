@@ -139,7 +139,7 @@ class _Chooser:
         tiles = {name: getattr(resolved, name) for name in sizes}
         if can_carry(self.first.built.model) and fixed.get("chunk") is None:
             tiles["state"] = "auto"  # at the same products
-        self.top = replace(request.options, **{name: DEFAULTS[name] for name in CHOSEN} | tiles)
+        self.auto = replace(request.options, **{name: DEFAULTS[name] for name in CHOSEN} | tiles)
         self.counts = self.first.counts
         self.layers = self.counts.layers
         self.possible = [*self.bases()]
@@ -166,12 +166,12 @@ class _Chooser:
         possible = [plan for plan in tried if plan.planner.fits(plan.estimate)]
         if not possible:
             raise self.nothing_fits(tried)
-        with_auto_tiles = [plan for plan in possible if plan.settings.tile == self.top.tile] or possible
+        with_auto_tiles = [plan for plan in possible if plan.settings.tile == self.auto.tile] or possible
         return self.chosen(min(with_auto_tiles, key=lambda plan: plan.estimate.device.expected), False)
 
     def bases(self) -> Iterator[TilingOptions]:
         """Settings that bound memory, with nothing spent; what is given stays as it is."""
-        given, top = self.fixed, self.top
+        given, auto = self.fixed, self.auto
         # With Ulysses passes divide the heads that a rank has after the exchange, which no plan counts.
         by_heads = self.request.split == 1 and runs_on_some_heads(self.first.built.model)
         minimal = {**MINIMAL_MEMORY.changes} if by_heads else {**MINIMAL_MEMORY.changes, "heads": None}
@@ -187,10 +187,10 @@ class _Chooser:
                 continue  # smaller tiles are for where nothing else is left
             if chunked and (checkpoints or weights):
                 continue
-            settings = replace(top, checkpoint="layer", offload=offload_of(checkpoints, weights), **bound)
+            settings = replace(auto, checkpoint="layer", offload=offload_of(checkpoints, weights), **bound)
             if divisor > 1:
-                whole = top.tile if isinstance(top.tile, int) else self.first.local(self.tokens) * self.request.batch
-                settings = replace(settings, **_smaller(replace(top, tile=whole), divisor))
+                whole = auto.tile if isinstance(auto.tile, int) else self.first.local(self.tokens) * self.request.batch
+                settings = replace(settings, **_smaller(replace(auto, tile=whole), divisor))
             settings = replace(settings, **given)
             if not self.request.options.tiled:
                 settings = settings.without_blocks()
@@ -213,12 +213,12 @@ class _Chooser:
     def host_has_room(self, checkpoints: bool, weights: bool) -> bool:
         """Whether any checkpoint, and all frozen weights, have room on the host where its memory is known."""
         offload = offload_of(checkpoints, weights)
-        planner = self.planner_of(replace(self.top, checkpoint="layer", offload=offload))
+        planner = self.planner_of(replace(self.auto, checkpoint="layer", offload=offload))
         room = planner.host_room()
         return room is None or room > 0 or not offload
 
-    def spends(self, settings: TilingOptions) -> tuple[str, ...]:
-        """What memory may be spent on in this base: attention's output, unchecked layers, gate and up."""
+    def buyable(self, settings: TilingOptions) -> tuple[str, ...]:
+        """What memory can buy in these settings: attention's output, layers without a checkpoint, gate and up."""
         request, free = replace(self.request, options=settings), []
         if settings.chunk is not None:
             return ()
@@ -230,12 +230,12 @@ class _Chooser:
             if not (self.checkpointed or ("offload" in self.fixed and settings.offload_room)):
                 free.append("layers")
         # Smaller tiles are for where memory is short.
-        tiled = isinstance(settings.tile, int) and settings.tile in (self.top.tile, self.fixed.get("tile"))
+        tiled = isinstance(settings.tile, int) and settings.tile in (self.auto.tile, self.fixed.get("tile"))
         fused = tiled and any(block.path == "fused" for block in self.first.built.blocks)
         return (*free, "keep") if "keep" not in self.fixed and fused else tuple(free)
 
-    def all_spent(self, settings: TilingOptions, on: str) -> TilingOptions:
-        """``settings`` with everything spent on one thing."""
+    def with_all(self, settings: TilingOptions, on: str) -> TilingOptions:
+        """``settings`` with one of these bought for every layer and tile."""
         if on == "keep":
             return replace(settings, keep=1.0)
         return self.with_layers(settings, on, self.layers)
@@ -255,8 +255,8 @@ class _Chooser:
         return replace(settings, checkpoint=checkpoint)
 
     def gain(self, settings: TilingOptions, on: str) -> float:
-        """Seconds that everything spent on one thing saves."""
-        return self.seconds(settings) - self.seconds(self.all_spent(settings, on))
+        """Seconds that it saves."""
+        return self.seconds(settings) - self.seconds(self.with_all(settings, on))
 
     def cost(self, settings: TilingOptions, on: str) -> float:
         """Bytes of the device that it takes, by arithmetic."""
@@ -271,32 +271,32 @@ class _Chooser:
         return float(self.layers * rows * (HIDDEN_SIZES - inputs) * self.counts.hidden * itemsize)
 
     def least_seconds(self, base: TilingOptions) -> float:
-        """The time of a base with as much spent as could fit if nothing but what waits took memory."""
+        """The time that arithmetic allows a base: with all bought that has room beside weights and checkpoints."""
         settings, spare = base, self.request.device.memory - self.at_least(base)
-        for _ in self.spends(base):
+        for _ in self.buyable(base):
             offers = self.by_worth(settings)
             if not offers:
                 break
             gain, cost, on = offers[0]
             if cost > max(0.0, spare):
                 return self.seconds(settings) - gain * max(0.0, spare) / cost
-            settings, spare = self.all_spent(settings, on), spare - cost
+            settings, spare = self.with_all(settings, on), spare - cost
         return self.seconds(settings)
 
     def by_worth(self, settings: TilingOptions) -> list[tuple[float, float, str]]:
-        """Seconds gained and bytes taken by all of each thing that memory may buy, most seconds for a byte first."""
-        offers = [(self.gain(settings, on), self.cost(settings, on), on) for on in self.spends(settings)]
+        """Seconds that each of these saves and bytes that it takes, most seconds for a byte first."""
+        offers = [(self.gain(settings, on), self.cost(settings, on), on) for on in self.buyable(settings)]
         offers = [offer for offer in offers if offer[0] >= GAIN * self.seconds(settings)]
         return sorted(offers, key=lambda offer: offer[1] / offer[0])
 
     def first_plan(self, base: TilingOptions) -> _Plan:
-        """The first plan of a base: with all spent that costs nothing, or that surely fits; else with nothing."""
+        """The first plan of a base: with all bought that is free or surely fits, or else with nothing."""
         settings, needed = base, self.at_least(base)
         while offers := self.by_worth(settings):
             _, cost, on = offers[0]
             if cost > 0 and needed + cost > self.request.device.memory / 2:
                 break
-            settings, needed = self.all_spent(settings, on), needed + cost
+            settings, needed = self.with_all(settings, on), needed + cost
         plan = self.plan(settings)
         return plan if plan.fits or settings == base else self.plan(base)
 
@@ -384,9 +384,9 @@ class _Chooser:
         for other in planners:
             if other.furthest <= longest:
                 break
-            self.first.share(planner)
             other.share(self.first)
             length, limited = other.longest(None if other.at_least(1) > request.device.memory else self.tokens)
+            self.first.share(other)
             if length > longest or not limit:
                 longest, limit, planner = length, limited, other
         least = min([plan.estimate.device.expected for plan in tried] or map(self.at_least, self.possible))
@@ -400,7 +400,7 @@ class _Chooser:
     def reasons(self, plan: _Plan) -> dict[str, str]:
         """Why each setting was taken, with what others would cost."""
         settings = plan.settings
-        small = settings.tile not in (self.top.tile, self.fixed.get("tile"))
+        small = settings.tile not in (self.auto.tile, self.fixed.get("tile"))
         sizes = "larger tiles do not fit" if small else "the rule of auto"
         moved = ["checkpoints take too much of the device"] * bool(settings.offload_room)
         moved += ["frozen weights leave too little of it"] * settings.weights_on_host
@@ -440,8 +440,11 @@ class _Chooser:
         seconds = {policy or "none": self.seconds(self.with_checkpoint(plan.settings, policy)) for policy in policies}
         faster = [word for word in seconds if seconds[word] < plan.seconds and word != plan.settings.checkpoint]
         slower = [word for word in seconds if seconds[word] > plan.seconds and word != plan.settings.checkpoint]
-        said = [f"{word}, {spoken(seconds[word])}, does not fit" for word in faster[-1:] if self.gains(plan, word)]
-        return [*said, *(f"{word} would take {spoken(seconds[word])}" for word in slower[:1])]
+        too_large = [word for word in faster[-1:] if self.gains(plan, word)]
+        return [
+            *(f"{word} would take {spoken(seconds[word])}, but does not fit" for word in too_large),
+            *(f"{word} would take {spoken(seconds[word])}" for word in slower[:1]),
+        ]
 
 
 def tighter(settings: TilingOptions, *, can_offload: bool) -> TilingOptions | None:

@@ -49,10 +49,6 @@ class Work:
         computed = self.products / PRODUCTS_TFLOPS + self.attention / ATTENTION_TFLOPS
         return (computed / 1e12 + self.copied / COPIED_PER_SECOND) * PEAK_TFLOPS / tflops / ranks
 
-    def efficiency(self, tflops: float) -> float:
-        """Share of a device's speed on paper that this is."""
-        return self.total / (1e12 * tflops * self.seconds(tflops, 1))
-
 
 def count_work(request: Request, counts: Counts, tokens: int, keep: float | None = 0.0) -> Work:
     """Operations of a step of ``tokens`` tokens per row.

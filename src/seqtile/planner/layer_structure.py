@@ -14,7 +14,7 @@ from transformers.pytorch_utils import Conv1D
 from seqtile._errors import UserError
 from seqtile.checkpointing.keep_attention import largest_of_layers
 from seqtile.models.layer_fields import experts_of, fields_by_layer, layer_kinds
-from seqtile.options import layer_policies
+from seqtile.options import by_layer, layer_policies
 from seqtile.planner.phases import Phase
 from seqtile.recognise.decoder_layers import DecoderLayer, decoder_layers
 from seqtile.recognise.packed_experts import packable_experts, whole_experts
@@ -66,9 +66,9 @@ class Depths:
     """Which layers fake runs have, and how the whole model follows from them.
 
     The first sample has the first layer of each kind and then the last of each; every further one has one more layer in
-    the middle. What that layer adds to a part of the step depends on the side only: behind the layer that runs, as the
-    first ones see it, or before it, as the last ones do. Kinds with the same modules and shapes, whose attention reads
-    windows of different sizes, add the same and share a sample.
+    the middle. What that layer adds to a part of the step depends only on whether it comes after the layer that runs,
+    as for the first ones, or before it, as for the last ones. Kinds with the same modules and shapes, whose attention
+    reads windows of different sizes, add the same and share a sample.
 
     Where activation checkpoints differ by layer, every sample runs once with each policy on all of its layers: a layer
     adds what it adds in the run with its own policy, and takes while it runs what it takes there.
@@ -92,8 +92,7 @@ class Depths:
 
     def with_checkpoint(self, checkpoint: str | None) -> Depths:
         """The same for another option ``checkpoint``."""
-        by_layer = checkpoint is not None and ":" in checkpoint
-        return replace(self, policies=layer_policies(checkpoint, self.layers) if by_layer else ())
+        return replace(self, policies=layer_policies(checkpoint, self.layers) if by_layer(checkpoint) else ())
 
     @property
     def layers(self) -> int:

@@ -152,6 +152,10 @@ class _TiledDivergence(torch.autograd.Function):
         return of_hidden.to(student.dtype), None if of_weight is None else of_weight.to(weight.dtype), None
 
 
+TRL_LOGITS_WIDTH = 32_768
+"""Logits at a time of TRL's distillation (1.16.0), whatever the vocabulary."""
+
+
 def _logits_of_both(hidden: Tensor, rows: int) -> None:
     """Allocate the tiles of the two models' logits, whose size does not depend on the vocabulary."""
-    hidden.new_empty(2, rows, 32768, dtype=torch.float32)
+    hidden.new_empty(2, rows, TRL_LOGITS_WIDTH, dtype=torch.float32)
