@@ -1,8 +1,8 @@
 """The table of docs/planning.md: what a length takes on a device, and what a fixed order of settings took.
 
-Run it from the repository::
+Run it from the repository; ``python docs/tables.py`` then writes the page::
 
-    PYTHONPATH=benchmarks python benchmarks/choices.py
+    python benchmarks/choices.py
 
 The fixed order is that of seqtile before it compared times: the first of :data:`ORDER` that fits at the high estimate,
 with all or half of gate and up kept where there is memory. Adapters of rank 16 in bf16, attention by FlashAttention.
@@ -11,17 +11,13 @@ with all or half of gate and up kept where there is memory. Adapters of rank 16 
 from __future__ import annotations
 
 import argparse
-import itertools
 import time
-from collections.abc import Iterator
 from dataclasses import replace
-from datetime import date
 from pathlib import Path
 from typing import Any
 
-from pages import write_between
-from seqtile._errors import RunError, UserError
-from seqtile.devices import package_version
+from environment import append_rows, environment, stamp
+from seqtile._errors import RunError
 from seqtile.models.configs import read_config
 from seqtile.options import WHOLE_LAYER, TilingOptions, offload_of
 from seqtile.planner.accelerators import find_device
@@ -29,11 +25,19 @@ from seqtile.planner.chooser import Chosen, choose_settings
 from seqtile.planner.memory_plan import Planner
 from seqtile.planner.request import Request
 from seqtile.planner.step_config import Lora
-from seqtile.planner.step_time import spoken
 
-PAGE = Path(__file__).parents[1] / "docs" / "planning.md"
-MODELS, DEVICES = ("llama-8b", "qwen3-32b", "qwen3-30b-a3b", "qwen3.5-9b"), ("rtx4090", "l40s", "h100")
-HOSTS, LENGTHS = (0, 64, 512), (32_768, 131_072, 524_288)
+RESULTS = Path(__file__).parent / "results" / "choices.jsonl"
+CASES = (
+    ("llama-8b", "h100", 32_768, 0),
+    ("llama-8b", "h100", 131_072, 0),
+    ("llama-8b", "h100", 131_072, 512),
+    ("llama-8b", "l40s", 131_072, 512),
+    ("qwen3.5-9b", "h100", 131_072, 512),
+    ("qwen3.5-9b", "h100", 131_072, 0),
+    ("qwen3-32b", "h100", 32_768, 512),
+    ("qwen3-30b-a3b", "h100", 32_768, 512),
+)
+"""Model, device, tokens and GiB of host memory; weights of over 20B parameters in 4 bits."""
 GIB = 2**30
 MINIMAL: dict[str, Any] = {"blocks": WHOLE_LAYER, "heads": 1}
 ORDER: tuple[dict[str, Any], ...] = (
@@ -87,42 +91,31 @@ def said(settings: TilingOptions) -> str:
     return ", ".join(names)
 
 
-def rows(models: list[str], devices: list[str], lengths: list[int], hosts: list[int]) -> Iterator[str]:
-    """The lines of the table."""
-    for model, device, tokens, host in itertools.product(models, devices, lengths, hosts):
-        # 4-bit weights on 24 GB, and where 16-bit ones fill 80 GB.
-        request = request_of(model, device, host, quantized=device == "rtx4090" or "30b" in model or "32b" in model)
-        started, chosen = time.process_time(), None
-        try:
-            chosen = choose_settings(request, tokens, {}, can_offload=host > 0)
-            cells = [said(chosen.settings), spoken(chosen.seconds)]
-        except (RunError, UserError) as error:
-            cells = [str(error).rpartition("; ")[2], ""]
-        took = time.process_time() - started
-        fixed = by_fixed_order(request, tokens, chosen, can_offload=host > 0)
-        cells += ["" if fixed is None else spoken(fixed), f"{took:.0f}"]
-        start = [model, f"{request.device.memory / GIB:.0f}", f"{tokens:,}", str(host)]
-        yield f"| {' | '.join([*start, *cells])} |"
+def row_of(model: str, device: str, tokens: int, host: int) -> dict[str, Any]:
+    """What is chosen, in how many seconds of processor time, and the time of a step beside the fixed order's."""
+    request = request_of(model, device, host, quantized="32b" in model or "30b" in model)
+    started, chosen = time.process_time(), None
+    row: dict[str, Any] = {"model": model, "device": device, "tokens": tokens, "host_gib": host}
+    try:
+        chosen = choose_settings(request, tokens, {}, can_offload=host > 0)
+        row |= {"chosen": said(chosen.settings), "seconds": chosen.seconds}
+    except RunError as error:
+        row |= {"chosen": str(error), "seconds": None}
+    row["processor_seconds"] = time.process_time() - started
+    return {**row, "fixed_seconds": by_fixed_order(request, tokens, chosen, can_offload=host > 0)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--models", nargs="+", default=[*MODELS])
-    parser.add_argument("--devices", nargs="+", default=[*DEVICES])
-    parser.add_argument("--lengths", nargs="+", type=int, default=[*LENGTHS])
-    parser.add_argument("--hosts", nargs="+", type=int, default=[*HOSTS])
-    parser.add_argument("--write", action="store_true", help="into docs/planning.md")
+    parser.add_argument("--cases", nargs="+", type=int, default=[*range(len(CASES))], help="numbers, from 0 on")
     arguments = parser.parse_args()
-    headings = ["model", "GiB", "tokens", "host GiB", "chosen", "a step", "fixed order", "processor seconds"]
-    lines = [f"| {' | '.join(headings)} |", "|---" * len(headings) + "|"]
-    print("\n".join(lines))
-    for line in rows(arguments.models, arguments.devices, arguments.lengths, arguments.hosts):
-        print(line, flush=True)
-        lines.append(line)
-    versions = ", ".join(f"{package} {package_version(package)}" for package in ("torch", "transformers"))
-    lines += ["", f"`python benchmarks/choices.py`, {date.today()}, {versions}."]
-    if arguments.write:
-        write_between(PAGE, "<!-- choices: begin -->", "<!-- choices: end -->", lines)
+    machine = environment()
+    if len(arguments.cases) == len(CASES):
+        RESULTS.unlink(missing_ok=True)
+    for number in arguments.cases:
+        row = row_of(*CASES[number])
+        print(row, flush=True)
+        append_rows(RESULTS, [{**stamp(machine), **row}])
 
 
 if __name__ == "__main__":

@@ -110,10 +110,24 @@ def frames() -> Iterator[str]:
     yield f"GiB. {source(rows[0])}."
 
 
+def choices() -> Iterator[str]:
+    """One line a case: what is chosen, its time, and that of the first settings that fit in a fixed order."""
+    rows = read_rows("choices")
+    yield "| model | device | tokens | host GiB | chosen | a step | fixed order | processor seconds |"
+    yield "|---|---|---|---|---|---|---|---|"
+    for row in rows:
+        times = [f"{row[key]:,.3g} s" if row[key] else "none fits" for key in ("seconds", "fixed_seconds")]
+        cells = [row["model"], row["device"], f"{row['tokens']:,}", str(row["host_gib"]), row["chosen"], *times]
+        yield f"| {' | '.join([*cells, format(row['processor_seconds'], '.0f')])} |"
+    yield ""
+    yield f"{source(rows[0])}."
+
+
 def table(name: str) -> str:
     """Markdown of the table ``name``."""
     kinds = {
         "plan-accuracy": accuracy, "plan-published": published, "plan-constants": constants, "frames": frames,
+        "choices": choices,
     }  # fmt: skip
     return "\n".join(kinds[name]() if name in kinds else ladder(name))
 

@@ -1,4 +1,7 @@
-"""Four steps on a video with a tiny Qwen2.5-VL made here, on the CPU: python examples/scripts/long_video.py"""
+"""Four steps on a video with a tiny Qwen2.5-VL made here, on the CPU, whole and with its tower in groups of frames.
+
+python examples/scripts/long_video.py --frames 64 --group 4
+"""
 
 import argparse
 
