@@ -22,6 +22,7 @@ import re
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -611,12 +612,55 @@ def kept_in_fp32(model: Any, names: Iterable[str], dtype: torch.dtype) -> set[st
     return {name for name in names if any(re.search(pattern, name) for pattern in patterns)}
 
 
+CAPTURING = "transformers.utils.output_capturing"
+"""The module whose hooks capture outputs for a call that requests them, from transformers 5.16 on."""
+
+ROUTER_LOGITS = "router_logits"
+
+
+def _requested() -> Mapping[str, list[Tensor]]:
+    """What the current call captures so far, by the name of the output."""
+    module = sys.modules.get(CAPTURING)
+    return (None if module is None else module._active_collector.get()) or {}
+
+
+def captured_by(hook: Any) -> str | None:
+    """The output that transformers' own hook captures in the current call, "" for none; None for any other hook."""
+    if getattr(hook, "__module__", None) != CAPTURING:
+        return None
+    names = hook.__code__.co_freevars
+    key: str = hook.__closure__[names.index("key")].cell_contents
+    return key if key in _requested() else ""
+
+
 def captures_nothing(hook: Any) -> bool:
     """Whether a hook is transformers' own, which captures outputs for a call that requests them, and none does now."""
-    module = sys.modules.get("transformers.utils.output_capturing")
-    if module is None or getattr(hook, "__module__", None) != module.__name__:
-        return False
-    return not module._active_collector.get()
+    return captured_by(hook) == ""
+
+
+def captures_router_logits() -> bool:
+    """Whether the current call captures router logits by hooks."""
+    return ROUTER_LOGITS in _requested()
+
+
+def capture_router_logits(logits: Iterable[Tensor]) -> None:
+    """Add to what the current call captures."""
+    _requested()[ROUTER_LOGITS].extend(logits)
+
+
+@contextmanager
+def router_logits_apart(asked: bool = True) -> Iterator[list[Tensor]]:
+    """Inside, router logits are captured in this list, not in that of the call around it, if they are asked for."""
+    logits: list[Tensor] = []
+    if not asked:
+        yield logits
+        return
+    collector = sys.modules[CAPTURING]._active_collector
+    outside = collector.set({ROUTER_LOGITS: logits})
+    try:
+        yield logits
+    finally:
+        collector.reset(outside)
 
 
 def captures_by_forward(module: nn.Module) -> bool:

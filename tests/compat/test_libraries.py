@@ -75,8 +75,18 @@ def test_a_hook_that_captures_outputs_is_known_and_asked() -> None:
     capturing.install_output_capuring_hook(layer, "router_logits", 0)
     hook = next(iter(layer._forward_hooks.values()))
     assert _compat.captures_nothing(hook) and not _compat.captures_nothing(no_hook)
-    before = capturing._active_collector.set({"router_logits": []})
-    assert not _compat.captures_nothing(hook)
+    logits = torch.ones(1, 1)
+    requested: dict[str, list[torch.Tensor]] = {"router_logits": []}
+    before = capturing._active_collector.set(requested)
+    assert not _compat.captures_nothing(hook) and _compat.captured_by(hook) == "router_logits"
+    with _compat.router_logits_apart() as apart:
+        layer(logits)
+    assert len(apart) == 1 and not requested["router_logits"]
+    _compat.capture_router_logits(apart)
+    assert requested["router_logits"] == apart
+    capturing._active_collector.reset(before)
+    before = capturing._active_collector.set({"attentions": []})
+    assert _compat.captures_nothing(hook) and not _compat.captures_router_logits()
     capturing._active_collector.reset(before)
 
 

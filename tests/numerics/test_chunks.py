@@ -6,6 +6,7 @@ import copy
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from seqtile.blocks.instance import TiledForward, installed_forwards
 from seqtile.blocks.layer import TiledLayer
 from seqtile.blocks.norms_and_projections import KernelNorm
 from seqtile.checkpointing.host_offload import HostMemory
+from seqtile.chunks import segment as segment_module
 from seqtile.chunks.segment import ChunkForward
 from seqtile.counting.live import count_live_bytes
 from seqtile.counting.products import count_products
@@ -65,6 +67,7 @@ ROUNDED_TO_NOTHING = ("A_log", "dt_bias")
 """Parameters whose gradient is a small difference of large numbers, untiled too."""
 
 
+CAPTURES = find_spec("transformers.utils.output_capturing") is not None
 STATES = {"qwen3_5_text", "lfm2", "falcon_h1"}
 HANDS_STATES_ON = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 16)
 """Earlier versions drop a state that is given to more than one token."""
@@ -872,18 +875,89 @@ def test_kernels_exist() -> None:
     assert has_kernel("aten::_scaled_dot_product_flash_attention_for_cpu_backward", "CPU")
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "mixtral"])
+ROUTED: dict[str, dict[str, Any]] = {
+    "mixtral": dict(num_local_experts=6, num_experts_per_tok=2),
+    "qwen3_moe": {**EXPERTS, "mlp_only_layers": [1]},
+    "olmoe": dict(num_experts=6, num_experts_per_tok=2, head_dim=10),
+    "gpt_oss": {**FAMILIES["gpt_oss"], "attn_implementation": "eager"},
+}
+BALANCED: dict[str, Any] = dict(output_router_logits=True, router_aux_loss_coef=3.0)
+
+
+def build_routed(family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+    """With experts one after another, which take float64 too."""
+    model = build(family, dtype, **{**ROUTED[family], **BALANCED, **changes})
+    model.set_experts_implementation("eager")
+    return model
+
+
+@pytest.mark.skipif(not CAPTURES, reason=f"transformers {transformers.__version__} records outputs without hooks")
+@pytest.mark.parametrize("segment", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("family", "padded"),
+    [(family, padded) for family in ROUTED for padded in ("", "left", "right") if not padded or family != "gpt_oss"],
+)
+def test_balance_losses_are_those_of_all_tokens(
+    family: str, padded: str, segment: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not the mean of the chunks': how often an expert is chosen is multiplied by its mean probability."""
+    batch, exact = batch_of(padded=padded), torch.float32 if family == "gpt_oss" else torch.float64
+    whole, model = build_routed(family), build_routed(family)
+    expected, truth = step(whole, batch), in_double(step(build_routed(family, exact), batch))
+    assert not torch.allclose(expected["loss"], step(build_routed(family, router_aux_loss_coef=0.0), batch)["loss"])
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    seqtile.apply(model, chunk=64, segment=segment, loss="tiled" if segment == 2 else None)
+    got = step(model, batch)
+    assert chunks_of(model) == [3] * 4
+    assert_all_no_worse(got, expected, truth, factor=4.0, floor=2e-6)
+    logits, other = (m(**batch).router_logits for m in (model, whole))
+    assert [x.shape for x in logits] == [x.shape for x in other]
+    for one, reference in zip(logits, other, strict=True):
+        torch.testing.assert_close(one, reference)
+    capture = segment_module.capture_router_logits
+    monkeypatch.setattr(segment_module, "capture_router_logits", lambda logits: capture(x.detach() for x in logits))
+    with pytest.raises(AssertionError):
+        assert_all_no_worse(step(model, batch), expected, truth, factor=4.0, floor=2e-6)
+
+
+@pytest.mark.skipif(not CAPTURES, reason=f"transformers {transformers.__version__} records outputs without hooks")
 @pytest.mark.parametrize("segment", [1, 2])
-def test_balance_losses_are_those_of_whole_layers(family: str, segment: int, caplog: pytest.LogCaptureFixture) -> None:
-    """Router logits are captured inside layers, which run whole then, and are named."""
-    settings: dict[str, Any] = dict(output_router_logits=True, router_aux_loss_coef=0.3)
-    if family == "mixtral":
-        settings |= dict(num_local_experts=6, num_experts_per_tok=2)
-    batch, model = batch_of(), build(family, **settings)
-    expected = step(build(family, **settings), batch)
-    seqtile.apply(model, chunk=64, segment=segment, blocks="none")
+def test_router_logits_cost_no_product_and_a_router_runs_once_for_each_token(segment: int) -> None:
+    counted = []
+    for captures in (False, True):
+        model = build_routed("qwen3_moe", output_router_logits=captures)
+        seqtile.apply(model, chunk=64, segment=segment, loss="tiled")
+        step(model, batch_of())
+        with count_products() as products:
+            output = model(**batch_of())
+            output.loss.backward()
+        counted.append(products.flops)
+    assert counted[0] == counted[1]
+    assert [len(logits) for logits in output.router_logits] == [2 * 150] * 3
+
+
+@pytest.mark.parametrize("how", ["reentrant checkpoints", "attentions"])
+def test_calls_whose_records_chunks_would_change_run_whole(how: str, caplog: pytest.LogCaptureFixture) -> None:
+    changes = dict(attn_implementation="eager", output_attentions=True) if how == "attentions" else {}
+    batch, model, whole = batch_of(), *(build_routed("mixtral", **changes) for _ in range(2))
+    if how == "reentrant checkpoints":
+        for each in (model, whole):
+            each.gradient_checkpointing_enable({"use_reentrant": True})
+    expected = step(whole, batch)
+    seqtile.apply(model, chunk=64, blocks="none")
     torch.testing.assert_close(step(model, batch), expected)
     assert chunks_of(model) == [0] * 4 and "runs whole" in caplog.text
-    model.config.output_router_logits = False
-    step(model, batch)
+
+
+@pytest.mark.skipif(not CAPTURES, reason=f"transformers {transformers.__version__} records outputs without hooks")
+@pytest.mark.parametrize("segment", [1, 2])
+def test_recorded_hidden_states_are_those_of_whole_layers(segment: int) -> None:
+    """They are recorded outside the layers, each of which then runs by itself."""
+    batch, model, whole = batch_of(), *(build_routed("mixtral", output_hidden_states=True) for _ in range(2))
+    expected, truth = step(whole, batch), in_double(step(build_routed("mixtral", torch.float64), batch))
+    seqtile.apply(model, chunk=64, segment=segment)
+    assert_all_no_worse(step(model, batch), expected, truth, factor=4.0, floor=2e-6)
     assert chunks_of(model) == [3] * 4
+    recorded, reference = (m(**batch).hidden_states for m in (model, whole))
+    for one, other in zip(recorded, reference, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)

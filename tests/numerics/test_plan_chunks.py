@@ -28,14 +28,18 @@ SIZES: dict[str, Any] = dict(
     vocab_size=144, hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=24,
     max_position_embeddings=8192,
 )  # fmt: skip
-OF_STATES = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=18, linear_value_head_dim=20)
+OF_FAMILY: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": dict(
+        linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=18, linear_value_head_dim=20
+    ),
+    "mixtral": dict(num_local_experts=6, num_experts_per_tok=2, output_router_logits=True),
+}  # fmt: skip
 
 
 def config_of(family: str, layers: int) -> Any:
     if family not in CONFIG_MAPPING:
         pytest.skip(f"transformers has no {family}")
-    sizes = SIZES | (OF_STATES if family == "qwen3_5_text" else {})
-    return AutoConfig.for_model(family, num_hidden_layers=layers, **sizes)
+    return AutoConfig.for_model(family, num_hidden_layers=layers, **SIZES | OF_FAMILY.get(family, {}))
 
 
 def setup_of(segment: int, chunk: int = 64, **changes: Any) -> Setup:
@@ -49,6 +53,7 @@ def setup_of(segment: int, chunk: int = 64, **changes: Any) -> Setup:
         ("llama", 6, 1, 384, {}),
         ("llama", 6, 2, 300, dict(lora=Lora(4))),  # a last chunk that is shorter
         ("llama", 4, 2, 384, dict(attention="eager")),  # a mask of the whole sequence
+        ("mixtral", 6, 2, 384, {}),
         pytest.param("llama", 12, 2, 384, {}, marks=pytest.mark.slow),
         pytest.param("llama", 24, 4, 320, dict(batch=2), marks=pytest.mark.slow),
         pytest.param("qwen3_5_text", 16, 1, 384, {}, marks=pytest.mark.slow),

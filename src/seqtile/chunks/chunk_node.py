@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from seqtile._compat import keeps_graph, tree_leaves
+from seqtile._compat import keeps_graph, router_logits_apart, tree_leaves
 from seqtile.blocks.instance import inside_a_chunk
 from seqtile.blocks.layer import tiled_layer
-from seqtile.chunks.layer_cache import view_in_chunks
+from seqtile.chunks.layer_cache import NotChunkedError, view_in_chunks
 from seqtile.chunks.layer_call import ChunkedCall
 from seqtile.engines.flat import ParameterSwap, call_with_weights
 from seqtile.ops.attention.segment_tree import SegmentTable
@@ -46,7 +46,7 @@ def run_segment(
     cuts: StateTiles,
     weights: Weights,
     changed: Changed = str,
-) -> Any:
+) -> tuple[Any, list[Tensor]]:
     """Layers, one after another, on one chunk after another.
 
     Args:
@@ -56,6 +56,9 @@ def run_segment(
         cuts: sizes of the chunks, and those at which a document begins.
         weights: the live weights of all layers, each name after its layer's number.
         changed: as for :func:`seqtile.ops.tile_checkpoint.run_in_tiles`.
+
+    Returns:
+        What the last layer returns, and the router logits that the layers' hooks capture.
 
     Memory:
         Between forward and backward: the hidden states, keys and values of every attending layer but the first, whose
@@ -71,18 +74,20 @@ def run_segment(
     def layers(tiles: Sequence[Tensor], state: State, index: int) -> tuple[Any, State]:
         states, extra, result = list(state), list(tiles[1:]), None
         left: list[Tensor] = []
+        captured: list[tuple[Tensor, bool]] = []
         hidden_states = tiles[0]
         for module, call, in_tiles in zip(modules, calls, tiled, strict=True):
             own = [extra.pop(0) for _ in range(call.extra)]
             before = tuple([states.pop(0) for _ in range(call.states if state else 0)])
             view = view_in_chunks(module)  # FSDP1 keeps weights as attributes, which a view has as they now are
-            with inside_a_chunk(last=module is modules[-1]):
+            with inside_a_chunk(last=module is modules[-1]), router_logits_apart(call.captures) as logits:
                 result, after = call.run(
                     view, [hidden_states, *own], before, begins[index], starts[index], tiles=in_tiles
                 )
             hidden_states = next(leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
             left += after
-        return result, tuple(left)
+            captured += [_by_row(x, hidden_states) for x in logits]
+        return (result, captured), tuple(left)
 
     def run(tiles: Sequence[Tensor], aliases: Mapping[str, Tensor], state: State, index: int) -> tuple[Any, State]:
         random.keep(index)
@@ -114,7 +119,17 @@ def run_segment(
     )
     if calls[0].projects_again:
         drop(calls[:1])
-    return output
+    result, captured = output
+    return result, [logits.flatten(0, 1) if is_flat else logits for logits, is_flat in captured]
+
+
+def _by_row(logits: Tensor, hidden_states: Tensor) -> tuple[Tensor, bool]:
+    """Router logits of a chunk as ``[B, t, E]``, and whether they were ``[B t, E]``."""
+    rows = hidden_states.shape[:2]
+    is_flat = logits.dim() == 2 and logits.shape[0] == rows.numel()
+    if not is_flat and (logits.dim() < 3 or logits.shape[:2] != rows):
+        raise NotChunkedError(f"a router gives {tuple(logits.shape)} logits for {tuple(rows)} tokens")
+    return (logits.unflatten(0, rows) if is_flat else logits), is_flat
 
 
 def _positions(cuts: StateTiles) -> tuple[list[int], list[int]]:

@@ -14,7 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from seqtile._compat import attention_kind, replaced_attention, tree_leaves, tree_map, ulysses_around
+from seqtile._compat import (
+    attention_kind,
+    replaced_attention,
+    router_logits_apart,
+    tree_leaves,
+    tree_map,
+    ulysses_around,
+)
 from seqtile.blocks.instance import inside
 from seqtile.chunks.chunk_node import run_segment
 from seqtile.chunks.layer_cache import REPLACED, NotChunkedError
@@ -98,7 +105,15 @@ def _mode_of_layer(layer: nn.Module, call: ChunkedCall, kwargs: Mapping[str, Any
         for name, value in kwargs.items()
     ]
     kinds += [("attention", attention_kind(module)) for module in layer.modules()]
-    return (*settings, *weights, *kinds, call.dtype, call.device, Autocast(call.device.type, *_autocast(call)))
+    return (
+        *settings,
+        *weights,
+        *kinds,
+        call.captures,
+        call.dtype,
+        call.device,
+        Autocast(call.device.type, *_autocast(call)),
+    )
 
 
 def _autocast(call: ChunkedCall) -> tuple[bool, torch.dtype]:
@@ -153,9 +168,9 @@ def _compare(layer: nn.Module, call: ChunkedCall, args: Sequence[Any], kwargs: M
     weights = {f"0.{n}": w.detach().requires_grad_() for n, w in named_weights(layer) if w.requires_grad}
     returned = UNKNOWN
 
-    def whole() -> Any:
+    def whole() -> list[Tensor]:
         nonlocal returned
-        with inside("trial"):
+        with inside("trial"), router_logits_apart(call.captures) as captured:
             result = call_with_weights(
                 ParameterSwap((layer,)), weights, (lambda: forward_of(layer)(*positional, **named),)
             )
@@ -163,14 +178,14 @@ def _compare(layer: nn.Module, call: ChunkedCall, args: Sequence[Any], kwargs: M
         beside = result[1:] if isinstance(result, tuple) and result[0] is tensors[0] else None
         plain = beside is not None or isinstance(result, Tensor)
         returned = ChunkProof("", beside if len(tensors) == 1 else None, len(tensors) > 1 or not plain)
-        return tensors[0]
+        return [tensors[0], *captured]
 
-    def in_chunks() -> Any:
-        chunked = ChunkedCall(positional, named, cache)
+    def in_chunks() -> list[Tensor]:
+        chunked = ChunkedCall(positional, named, cache, captures=call.captures)
         if chunked.why_whole:
             raise ValueError(chunked.why_whole)
-        result = run_segment([layer], [chunked], chunked.take(), cuts, lambda: weights)
-        return next(leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
+        result, captured = run_segment([layer], [chunked], chunked.take(), cuts, lambda: weights)
+        return [next(leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)), *captured]
 
     expected, got = (_gradients(run, few.hidden_states, weights) for run in (whole, in_chunks))
     low = call.dtype in LOW or (_autocast(call)[0] and _autocast(call)[1] in LOW)
@@ -184,18 +199,18 @@ def _from_zero(position_ids: Tensor) -> Tensor:
     return torch.arange(position_ids.shape[1], device=position_ids.device).expand_as(position_ids)
 
 
-def _gradients(run: Callable[[], Tensor], x: Tensor, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    output = run()
-    upstream = torch.randn(output.shape, generator=torch.Generator("cpu").manual_seed(1), device="cpu").to(
-        output.device, output.dtype
-    )
+def _gradients(run: Callable[[], list[Tensor]], x: Tensor, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    outputs, generator = run(), torch.Generator("cpu").manual_seed(1)
+    upstream = [torch.randn(y.shape, generator=generator, device="cpu").to(y.device, y.dtype) for y in outputs]
     names = ["its input's gradient", *(name.removeprefix("0.") for name in weights)]
-    gradients = torch.autograd.grad(output, [x, *weights.values()], upstream, allow_unused=True)
+    gradients = torch.autograd.grad(outputs, [x, *weights.values()], upstream, allow_unused=True)
     zeros = [
         torch.zeros_like(tensor) if g is None else g
         for tensor, g in zip([x, *weights.values()], gradients, strict=True)
     ]
-    return {"its output": output.detach(), **dict(zip(names, zeros, strict=True))}
+    names_of_outputs = ["its output", *(f"router logits {number}" for number in range(1, len(outputs)))]
+    detached = {name: output.detach() for name, output in zip(names_of_outputs, outputs, strict=True)}
+    return {**detached, **dict(zip(names, zeros, strict=True))}
 
 
 class _Shortened:

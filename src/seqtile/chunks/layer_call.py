@@ -27,6 +27,7 @@ class ChunkedCall:
         has_state: whether the layer hands a state on, so that no chunk holds parts of two segments.
         reads_starts: whether the layer reads where documents begin (``cu_seq_lens_q``, ``seq_idx``), as states do.
         reads_positions: whether a document begins where positions start again, as flash attention takes them.
+        captures: whether hooks capture router logits in this call.
 
     Attributes:
         hidden_states: the hidden states, until they are taken.
@@ -39,7 +40,7 @@ class ChunkedCall:
 
     def __init__(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], cache: tuple[str, int] | None, *,
-        has_state: bool = False, reads_starts: bool = False, reads_positions: bool = False,
+        has_state: bool = False, reads_starts: bool = False, reads_positions: bool = False, captures: bool = False,
     ) -> None:  # fmt: skip
         args, kwargs = list(args), dict(kwargs)
         self._cache, position = cache or ("", len(args))
@@ -52,6 +53,7 @@ class ChunkedCall:
         starts = {name: kwargs.pop(name) for name in OF_DOCUMENTS if name in kwargs}
         self.segments: SegmentTable | None = kwargs.pop(ARGUMENT, None)
         self._leaves, self._spec = tree_flatten((args, kwargs))
+        self.captures = captures
         self.why_whole, self.documents = "", tuple[int, ...]()
         self.masks: list[Tensor] = []
         self.extra = 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,8 +14,11 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from seqtile._compat import (
     CHECKPOINT_FUNCTION,
+    ROUTER_LOGITS,
+    capture_router_logits,
     captures_by_forward,
     captures_nothing,
+    captures_router_logits,
     checkpoints_in_forward,
     forward_pre_hooks_of,
     replaced_attention,
@@ -158,11 +161,12 @@ class ChunkForward(Installed):
             has_state=not self.chunk.attends,
             reads_starts=flash or not self.chunk.attends,
             reads_positions=flash,
+            captures=captures_router_logits(),
         )
         before = self.proofs.recording  # the segment that recorded last
         if before not in (None, segment) and before.recorded and before.hidden_states is call.hidden_states:
             before.recorded[-1][0].refuse_segment("the layers after it were not called", "behind")
-        why = call.why_whole or self._hooked() or ("" if checkpointed else _why_not_without(cache, module))
+        why = call.why_whole or self._hooked(call) or ("" if checkpointed else _why_not_without(cache, module))
         proof = UNKNOWN if why else self.proofs.of(self.module, call, args, kwargs)
         if why := why or proof.why_not:
             return self._whole(why, args, kwargs)
@@ -215,14 +219,27 @@ class ChunkForward(Installed):
             forward.together = forward.together or len(recorded) > 1
         tensors = calls[0].take() + [tensor for call in calls[1:] for tensor in call.take()[1:]]
 
-        def run(*tensors: Tensor) -> Any:
-            return run_segment(modules, calls, tensors, cuts, partial(_weights_of, modules), changed)
+        captures = calls[0].captures
 
+        def run(*tensors: Tensor) -> Any:
+            result, captured = run_segment(modules, calls, tensors, cuts, partial(_weights_of, modules), changed)
+            return (result, captured) if captures else result
+
+        output = self._under_checkpoint(run, tensors, checkpointed, len(calls))
+        if not captures:
+            return output
+        result, captured = output
+        capture_router_logits(captured)  # once for all chunks, and never in a recompute
+        return result
+
+    def _under_checkpoint(
+        self, run: Callable[..., Any], tensors: Sequence[Tensor], checkpointed: bool, layers: int
+    ) -> Any:
         if checkpointed and checkpoints_in_forward(self.module):
             return getattr(self.module, CHECKPOINT_FUNCTION)(run, *tensors)
         # Transformers before 5.24 runs the checkpoint around each layer's call. The last layer's recompute would lack
         # the other layers' calls, so it must see nothing of what the node saves.
-        with saved_tensors_hooks(_unchanged, _unchanged) if len(calls) > 1 else nullcontext():
+        with saved_tensors_hooks(_unchanged, _unchanged) if layers > 1 else nullcontext():
             return run(*tensors)
 
     def _why_alone(self, proof: ChunkProof) -> str:
@@ -243,9 +260,11 @@ class ChunkForward(Installed):
             f"segment with the layer {side} it: {why}; use segment=1"
         )
 
-    def _hooked(self) -> str:
+    def _hooked(self, call: ChunkedCall) -> str:
         """Why hooks inside the layer keep it whole, or ""."""
-        name = seen_inside(self.module)
+        if call.captures and is_reentrant(self.module):
+            return "reentrant checkpoints capture router logits without a gradient"
+        name = seen_inside(self.module, but=ROUTER_LOGITS)
         return name and f"{name} has hooks, which chunks would call with other tensors"
 
     def _whole(self, why: str, args: Any, kwargs: Any) -> Any:

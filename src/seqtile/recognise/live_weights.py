@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from seqtile._compat import HOOKS, captures_by_forward, captures_nothing
+from seqtile._compat import HOOKS, captured_by, captures_by_forward
 from seqtile._shallow import view_of
 from seqtile.counting.fake import PLAIN
 from seqtile.engines.flat import named_weights
@@ -48,11 +48,18 @@ def foreign_hooks(module: nn.Module) -> Iterator[Any]:
                 yield hook
 
 
-def seen_inside(module: nn.Module) -> str:
-    """The name of a module inside whose calls a hook or a recorder sees, or ""; tiles would call it more often."""
+def seen_inside(module: nn.Module, but: str = "") -> str:
+    """The name of a module inside whose calls a hook or a recorder sees, or ""; tiles would call it more often.
+
+    Args:
+        module: the module.
+        but: the output that transformers' hooks may capture.
+    """
     name: str
     for name, submodule in module.named_modules():
-        if name and (captures_by_forward(submodule) or not all(map(captures_nothing, foreign_hooks(submodule)))):
+        if not name:
+            continue
+        if captures_by_forward(submodule) or {*map(captured_by, foreign_hooks(submodule))} - {"", but}:
             return name
     return ""
 
