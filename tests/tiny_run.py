@@ -117,7 +117,7 @@ def picture_rows(folder: Path, pictures: int = 20, videos: int = 5) -> list[dict
     rows: list[dict[str, Any]] = []
     for number in range(pictures):
         save_picture(folder / f"{number}.png", number, 16 + 8 * (number % 3), 24)
-        rows.append(_about({"type": "image", "image": f"{number}.png"}, f"the cat {number}."))
+        rows.append(_about({"type": "image", "image": f"{number}.png"}, f"the cat{' sees' * (number % 4)} {number}."))
     for number in range(videos):
         names = [f"video{number}-{frame}.png" for frame in range(4)]
         for frame, name in enumerate(names):

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from torch.distributed.fsdp import FSDPModule
+
 from seqtile import __version__
 from seqtile._errors import UserError
 from seqtile._log import first_rank_logger
@@ -27,6 +29,9 @@ if TYPE_CHECKING:
     from trl import SFTConfig  # type: ignore[attr-defined]
 
 logger = first_rank_logger(__name__)
+
+REDUCES_UNUSED = "set_reduce_scatter_unused_params"
+"""FSDP2's method by which ranks may use different weights; PyTorch 2.13 has it, 2.11 may not."""
 
 
 class Data(NamedTuple):
@@ -154,13 +159,14 @@ def refuse_beside_pictures(recipe: Recipe, sets: Mapping[str, RowSet], arguments
         raise UserError("rows with pictures cannot be split over processes; drop sp_size and cp_size")
     # A tower that trains has no gradients to reduce on a rank without a picture; all-linear leaves it out.
     trains_tower = recipe.lora is None or recipe.lora.target_modules != "all-linear"
-    if (recipe.nproc or 1) > 1 and (recipe.engine == "zero3" or trains_tower):
+    reduces_unused = recipe.engine == "ddp" or (recipe.engine == "fsdp2" and hasattr(FSDPModule, REDUCES_UNUSED))
+    if (recipe.nproc or 1) > 1 and (recipe.engine == "zero3" or (trains_tower and not reduces_unused)):
         for row_set in sets.values():
             if len(row_set.media) > 1:
                 raise UserError(
                     f"dataset {row_set.source.dataset!r} has rows with pictures and rows without, or with videos, so "
                     "the vision tower would not run as often on every rank, and the ranks would wait for each other; "
-                    "use rows of one kind, --nproc 1, or --lora without target_modules and another engine than zero3"
+                    "use rows of one kind, or --engine ddp or fsdp2"
                 )
 
 

@@ -24,6 +24,7 @@ from seqtile.ops.lm_loss.kept_tokens import IGNORED
 from seqtile.recognise.decoder_layers import decoder_layers
 from seqtile.train.data_summary import DataSummary, summarise
 from seqtile.train.evaluation import Evaluated, exchange_in_evaluations
+from seqtile.train.read_data import REDUCES_UNUSED
 from seqtile.train.rendered_rows import check_ids, mask_messages
 from seqtile.train.run_directory import (
     FSDP_SHARDS,
@@ -124,8 +125,9 @@ class Trainer(SFTTrainer, _SplitLoss):
             model = cast("torch.nn.Module", self.model)
             names = {type(model.get_submodule(layer.name)).__name__ for layer in decoder_layers(model)}
             plugin.transformer_cls_names_to_wrap = sorted(names) or None
-        # Else Transformers would divide each micro-batch's part of the step's mean by the number of micro-batches.
-        self.model_accepts_loss_kwargs = self.model_accepts_loss_kwargs or self._splits_rows
+        # Transformers' models for pictures deny it, and so does Ulysses: the tokens of a step would not be counted, and
+        # its micro-batches and ranks would weigh the same, whatever their tokens. TRL divides by that count itself.
+        self.model_accepts_loss_kwargs = True
         self.run: dict[str, Any] = {}
         self.all_done = False
         self.step: StepWatch | None = None
@@ -324,6 +326,15 @@ class Trainer(SFTTrainer, _SplitLoss):
             optimizer: Any = self.optimizer
             getattr(optimizer, "optimizer", optimizer).state.clear()
 
+    def reduce_unused(self) -> None:
+        """Have FSDP2 reduce zeros for a vision tower that a rank's rows do not use, as TRL has DDP do.
+
+        Ranks would otherwise reduce buffers of unlike sizes, at which gloo ends the process.
+        """
+        wrapped: Any = self.model_wrapped
+        if self._rows.processor is not None and hasattr(wrapped, REDUCES_UNUSED):
+            getattr(wrapped, REDUCES_UNUSED)(True)
+
     def set_learning_rate(self) -> None:
         """After a resume: the rate of this run's schedule; the checkpoint has that of its own, 0 at its last step."""
         scheduler: Any = self.lr_scheduler
@@ -490,6 +501,7 @@ class _Checks(TrainerCallback):
         state.compute_steps(args, state.max_steps)
         if self.trainer.all_done:
             raise _NothingToTrain
+        self.trainer.reduce_unused()
         self.trainer.try_saving()
         self.trainer.set_learning_rate()
         if state.global_step == 0:
