@@ -32,14 +32,15 @@ from seqtile.install.report import Report
 from seqtile.lm_loss.tiled_loss import find_causal_lms
 from seqtile.models.causal import causal_model
 from seqtile.models.configs import refuse_encoder
-from seqtile.options import DEFAULTS, TilingOptions, unknown_keys
+from seqtile.options import DEFAULTS, TilingOptions, changed, unknown_keys
 from seqtile.planner.accelerators import DEVICES, Device, device_here, find_device
-from seqtile.planner.chooser import CHOSEN, DoesNotFit, choose_settings
+from seqtile.planner.chooser import CHOSEN, Chosen, DoesNotFit, choose_settings
 from seqtile.planner.estimate import Estimate
 from seqtile.planner.explain import next_step, planned_offload
 from seqtile.planner.memory_plan import Planner
 from seqtile.planner.model_errors import in_one_sentence
 from seqtile.planner.names import STATE_BYTES
+from seqtile.planner.pictures import read_pictures
 from seqtile.planner.request import Request
 from seqtile.planner.step_config import DIVERGENCE_TILE, PLANNED, Lora, TrainerStep
 from seqtile.recognise.packed_experts import packed_experts
@@ -76,13 +77,18 @@ def fit(
     batch_size: int = 1,
     gradient_accumulation: int = 1,
     autocast: bool = True,
+    images: int | None = None,
+    image_size: tuple[int, int] | None = None,
+    frames: int | None = None,
+    frame_size: tuple[int, int] | None = None,
     **settings: Any,
 ) -> Report:
     """Choose the settings to train ``model`` on ``max_length`` tokens on this device, and apply them in place.
 
     Replaces the search for arguments of :func:`seqtile.apply`. Of the settings whose high estimate fits, those are
     taken with which a step takes least time by the plan: ``tile``, ``loss``, ``loss_tile``, ``checkpoint``,
-    ``offload``, ``heads``, ``keep``, ``blocks``, ``state``, ``chunk`` and ``segment``. Memory that is left is spent on
+    ``offload``, ``heads``, ``keep``, ``blocks``, ``state``, ``chunk`` and ``segment``; with pictures also ``vision``:
+    the tower runs whole where that fits beside the others. Memory that is left is spent on
     computing less again, in as many layers as fit (``checkpoint="none:3+attention-saved:20"``). Call it before an
     engine wraps the model, before or after adapters are added, and on every rank: the first one chooses. Activation
     checkpointing that is on stays on.
@@ -106,6 +112,9 @@ def fit(
         gradient_accumulation: micro-batches per update; from 2 on gradients are there during all of a step.
         autocast: whether fp32 weights on an accelerator train under bf16 autocast, as in TRL; no effect for 16-bit
             weights and on a CPU.
+        images, image_size: pictures of each sequence, and their height and width in pixels. Their tokens are part of
+            ``max_length``.
+        frames, frame_size: instead, frames of one video of each sequence.
         **settings: arguments of :func:`seqtile.apply` to fix; the others are chosen.
 
     Returns:
@@ -122,10 +131,13 @@ def fit(
         if loaded_with := [key for key in ("attention", "dtype", "qlora") if key in settings]:
             sentence = f"{' and '.join(loaded_with)} is read from the model; load it that way"
         raise UserError(f"fit: {sentence}")
+    if images is not None and frames is not None:
+        raise UserError("fit: got images with frames; use either")
+    media = {"count": images, "size": image_size or frame_size, "frames": frames}
     choice = choose_for(
         model, TilingOptions(**settings), given=settings, max_length=max_length, device=device, optimizer=optimizer,
         engine=engine, sp_size=sp_size, cp_size=cp_size, lora=lora, batch_size=batch_size, autocast=autocast,
-        accumulation=gradient_accumulation,
+        accumulation=gradient_accumulation, media=media if images or frames else None,
     )  # fmt: skip
     return apply_choice(model, choice)
 
@@ -172,6 +184,8 @@ def choose_for(
     }
     if step.head == "hidden":
         fixed["loss_tile"] = DIVERGENCE_TILE
+    if "vision" in given:
+        fixed["vision"] = options.vision
     if options.checkpoint is None and options.offload_room:  # which means "layer"
         fixed.pop("checkpoint", None)
     if recomputes is None:  # what an earlier call switched on is switched off before the choice is applied
@@ -190,7 +204,7 @@ def choose_for(
     chosen = {name: getattr(choice.options, name) for name in CHOSEN if name not in fixed}
     if loss is None:
         chosen.pop("loss_tile", None)
-    chosen_options = replace(options, loss=loss, **chosen)
+    chosen_options = replace(options, loss=loss, vision=choice.options.vision, **chosen)
     if step.head in ("pairs", "divergence"):
         whole = choice.estimate.terms.get("logits and loss", 0.0)
         defer = "; seqtile.integrations.trl.tile_trainer(trainer) computes them in tiles" if step.can_defer else ""
@@ -246,6 +260,8 @@ def choose(
 ) -> Choice:
     """The settings that cost least time among those that fit, by :func:`seqtile.planner.chooser.choose_settings`.
 
+    A vision tower is first planned in groups, and runs whole where that fits beside what is chosen.
+
     Args:
         request: what is planned.
         max_length: tokens of a row.
@@ -257,10 +273,15 @@ def choose(
     Raises:
         RunError: nothing fits; with the longest length that does, and what would help.
     """
+    cuts_tower = request.pictures is not None and request.options.vision is None and "vision" not in fixed
+    if cuts_tower:
+        request = changed(request, vision="auto")
     try:
         chosen = choose_settings(request, max_length, fixed, can_offload=can_offload, checkpointed=checkpointed)
     except DoesNotFit as error:
         raise RunError(f"{error}; {_what_helps(error)}") from None
+    whole = _with_whole_tower(request, chosen, max_length) if cuts_tower and chosen.sure else None
+    chosen = whole or chosen
     estimate = chosen.estimate
     device_count = f"{request.gpus} x " if request.gpus > 1 else ""
     memory_gib = request.device.memory / 2**30
@@ -286,7 +307,22 @@ def choose(
         "chunk": options.chunk, "segment": options.segment,
     }  # fmt: skip
     why += [f"{name} {chosen_values[name]}: {chosen.reasons[name]}" for name in chosen_values if name in chosen.reasons]
+    if cuts_tower:
+        why.append(
+            "vision none: the whole tower fits, and groups would be computed twice" if whole else
+            "vision auto: the whole tower does not fit beside these settings"
+        )  # fmt: skip
     return Choice(options, tuple(why), estimate, chosen.planner)
+
+
+def _with_whole_tower(request: Request, chosen: Chosen, max_length: int) -> Chosen | None:
+    """The same settings with the vision tower whole; None where that does not fit."""
+    settings = replace(chosen.settings, vision=None)
+    planner = Planner(replace(request, options=settings), max_length, like=chosen.planner)
+    estimate = planner.estimate(max_length)
+    if not planner.fits_at_the_high_estimate(estimate):
+        return None
+    return replace(chosen, settings=settings, planner=planner, estimate=estimate)
 
 
 def _what_helps(error: DoesNotFit) -> str:
@@ -311,6 +347,7 @@ def describe(
     batch_size: int = 1,
     autocast: bool = True,
     accumulation: int = 1,
+    media: Mapping[str, Any] | None = None,
     step: TrainerStep | None = None,
 ) -> tuple[Request, list[str]]:
     """Build the plan's request for a live model, and notes where the plan deviates from it.
@@ -320,6 +357,7 @@ def describe(
         options: what is not the default stays as given.
         device, optimizer, engine, sp_size, cp_size, lora, batch_size, autocast: of :func:`fit`.
         accumulation: micro-batches whose gradients one update sums.
+        media: pictures of each row, as :func:`seqtile.planner.pictures.read_pictures` takes them.
         step: what a trainer does beside a supervised step; None is nothing.
 
     Raises:
@@ -390,6 +428,7 @@ def describe(
         options=planned_options(options), batch=batch_size * (step.rows if step else 1), scans="installed",
         precision=precision, attention=attention, device_type=planned_type,
         host_memory=None if planned_type == "cpu" else available_host_bytes() or None,
+        pictures=None if media is None else read_pictures(config, **media),
     )  # fmt: skip
     return request, notes
 

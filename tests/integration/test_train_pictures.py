@@ -132,6 +132,7 @@ def test_a_dry_run_shows_visual_tokens_and_the_first_row(
     shown = capsys.readouterr().out
     assert "20 pictures and 20 video frames, 6 to 24 visual tokens per row" in shown
     assert "<|image_pad|> x 6" in shown and "vision: 2" in shown
+    assert "vision tower" in shown[shown.index("\nPlan") :], "the tower is planned"
     assert not (tmp_path / "out").exists()
 
 

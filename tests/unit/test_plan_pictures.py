@@ -201,7 +201,7 @@ def test_models_without_a_known_tower_are_refused(tmp_path: Path, capsys: pytest
     llama = AutoConfig.for_model("llama", **TEXT)
     assert main(["plan", "--model", save(llama, tmp_path), "--images", "2"]) == 2
     assert "model type 'llama' takes no pictures" in " ".join(capsys.readouterr().err.split())
-    with pytest.raises(UserError, match=r"pass its images too \(seqtile plan --images N\)"):
+    with pytest.raises(UserError, match="its pictures too"):
         build_bare(config_of("llava"), SETUP, "meta")
     with pytest.raises(UserError, match="'qwen2_5_vl' takes images of any size; add --image-size"):
         read_pictures(config_of("qwen2_5_vl"), 2)

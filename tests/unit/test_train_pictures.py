@@ -14,6 +14,7 @@ from transformers import AutoConfig
 
 import tiny_run
 from seqtile import UserError
+from seqtile.planner import pictures
 from seqtile.train import fit, run
 from seqtile.train.data import load_rows
 from seqtile.train.load import processor_of
@@ -375,17 +376,52 @@ def test_evaluation_data_of_another_form_than_rows_with_pictures(form: str, with
 
 
 @pytest.mark.parametrize("case", READ)
-def test_a_fit_leaves_rows_with_pictures_as_they_are(case: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "accelerator", lambda: torch.device("cuda"))
-    monkeypatch.setattr(fit, "choose", lambda *_, **__: pytest.fail("a plan without the tower"))
-    told: list[str] = []
-    row = READ[case][0]
+def test_a_fit_plans_the_pictures_of_the_largest_row(case: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def choose(request: Any, max_length: int, *_: Any, **__: Any) -> None:
+        asked.append((request, max_length))
+        raise UserError("no choice")
+
+    monkeypatch.setattr(fit, "choose", choose)
+    row, files = READ[case][0], READ[case][2]
     text = {"instruction": "who?", "output": "the cat."} if "instruction" in row else said("who?")
-    recipe = recipe_of(folder, [text, row], tile=16)
+    with pytest.raises(UserError, match="no choice"):
+        fit.fit_recipe(recipe_of(folder, [text, row], fit="8GiB"))
+    ((request, max_length),) = asked
+    assert request.pictures.tokens == 6 * len(files) < max_length  # of 16 x 24 pixels
+    assert request.pictures.values[0] * request.pictures.count == 24 * len(files), "patches of 4 x 4 pixels"
+
+
+def test_a_fit_plans_unlike_pictures_as_if_each_were_the_largest(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fit, "choose", lambda request, *_, **__: pytest.fail(f"{request.pictures}"))
+    rows = [chat({**IMAGE, "image": "large.png"}, *[{**IMAGE, "image": "0.png"}] * 3, TEXT),
+            chat({**VIDEO, "video": ["0.png"] * 4}, TEXT)]  # fmt: skip
+    with pytest.raises(pytest.fail.Exception, match=r"count=2, each=25, .* grid=\(1, 10, 10\)"):  # 25 + 18 tokens
+        fit.fit_recipe(recipe_of(folder, rows, fit="8GiB"))
+
+
+def test_a_fit_of_a_tower_that_no_plan_knows_leaves_settings_as_they_are(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(pictures, "ANY_SIZE", ())
+    told: list[str] = []
+    recipe = recipe_of(folder, [chat({**IMAGE, "image": "0.png"}, TEXT)], tile=16)
     assert run.fitted(recipe, None, told.append) == recipe.model_copy(update={"fit": False})
-    assert len(told) == 1 and "pictures" in told[0]
-    with pytest.raises(UserError, match="pictures"):
+    assert len(told) == 1 and "tower" in told[0]
+    with pytest.raises(UserError, match="tower"):
         run.fitted(recipe.model_copy(update={"fit": True}), None, told.append)
+
+
+def test_the_size_of_a_picture_is_that_of_its_decoded_form(folder: Path, tmp_path: Path) -> None:
+    for orientation in range(1, 9):
+        image, exif = Image.new("RGB", (24, 16)), Image.Exif()
+        exif[0x0112] = orientation
+        image.save(tmp_path / "turned.jpg", exif=exif)
+        row = chat({**IMAGE, "image": str(tmp_path / "turned.jpg")}, TEXT)
+        sizes = [read(row, folder, decodes=decodes)["sizes"] for decodes in (True, False)]
+        assert sizes[0] == sizes[1], orientation
 
 
 def test_a_fit_of_text_is_made_by_a_model_for_pictures_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

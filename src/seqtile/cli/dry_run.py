@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,7 +54,7 @@ def dry_run(recipe: Recipe, progress: Any, nodes: int = 1) -> None:
     progress.stage("planning")
     notes: list[str] = []
     recipe = fitted(recipe, None, notes.append, nodes)
-    plan = _plan_or_reason(recipe, nodes)
+    plan = _plan_or_reason(recipe, nodes, data)
     missing = why_attention_is_missing(recipe)
     progress.end()
     console = Console(highlight=False, soft_wrap=True, markup=False)
@@ -137,13 +138,16 @@ def _decode(tokens: list[int], tokenizer: Any) -> str:
     return "".join([*pieces, tokenizer.decode(run)])
 
 
-def _plan_or_reason(recipe: Recipe, nodes: int) -> Any:
+def _plan_or_reason(recipe: Recipe, nodes: int, data: Data) -> Any:
     """Describe the plan of a step, or why it failed."""
     from seqtile.planner.memory_plan import plan
-    from seqtile.train.fit import request_of
+    from seqtile.train.fit import largest_pictures, request_of
 
     try:
-        return plan(request_of(recipe, nodes=nodes), recipe.max_length)
+        request = request_of(recipe, nodes=nodes)
+        if data.processor is not None:
+            request = replace(request, pictures=largest_pictures(request.config, data))
+        return plan(request, recipe.max_length)
     except UserError as error:
         return f"none: {error}"
     except Exception as error:  # noqa: BLE001 - the plan is optional: a model that cannot be planned trains all the same

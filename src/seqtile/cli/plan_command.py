@@ -131,7 +131,7 @@ def _choice_for(request: Request, max_length: int | None) -> tuple[Choice | None
     from seqtile.planner.chooser import CHOSEN
 
     given = [name for name in CHOSEN if getattr(request.options, name) != {**DEFAULTS, "checkpoint": "auto"}[name]]
-    supervised = request.has_recipe and request.pictures is None  # what fit plans
+    supervised = request.has_recipe and request.pictures is None  # pictures are planned with the settings given
     if max_length is None or given or not supervised or request.options.loss is None:
         return None, ()
     try:

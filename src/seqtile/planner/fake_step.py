@@ -129,7 +129,7 @@ def build_bare(config: Any, setup: Setup, device: str, sample: LayerSample | Non
             what, instead = "an encoder", "the configuration of a model that generates text"
         elif config.model_type in ANY_SIZE + ONE_SIZE:
             what = "a language model with a vision tower"
-            instead = "its images too (seqtile plan --images N)"
+            instead = "its pictures too (images= or frames= of seqtile.fit, --images N or --frames N)"
         elif towers_of(config) and type(text := config.get_text_config()) in MODEL_FOR_CAUSAL_LM_MAPPING:
             what = "a language model with a vision or audio tower"
             instead = f"that of its language model alone ({text.model_type}), and count image tokens as text"

@@ -42,7 +42,9 @@ def _promoted(args: tuple[Any, ...], out: Tensor | None) -> int:
     operands = [operand for operand in args[:2] if isinstance(operand, Tensor)]
     if len(operands) < 2:
         return 0
-    common = torch.result_type(*operands)
+    first, second = operands
+    # A plan's grid of pictures is real, and fake tensors ask for no common type with such a one.
+    common = first.dtype if first.dtype == second.dtype else torch.result_type(first, second)
     copied = sum(operand.numel() for operand in operands if operand.dtype != common and operand.dim())
     if out is not None and out.dtype != common:
         copied += out.numel()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -91,6 +92,27 @@ def read_pictures(
         grid=(times, height, width),
         frames=frames or 0,
     )
+
+
+def pictures_like(config: Any, tokens: int, picture: int, frame: int) -> Pictures:
+    """Pictures of a row that a vision tower takes no less memory for than for given ones.
+
+    Args:
+        config: the model's configuration.
+        tokens: of the row, those of pictures and frames.
+        picture: tokens of its largest picture; 0 if it has none.
+        frame: tokens of the largest frame of its videos.
+
+    Raises:
+        UserError: as :func:`read_pictures`.
+    """
+    if config.model_type not in ANY_SIZE:
+        return read_pictures(config, -(-tokens // read_pictures(config, 1).each))
+    vision = config.vision_config
+    each = max(picture, frame * vision.temporal_patch_size)  # so many frames are the patches of one picture
+    height = max(side for side in range(1, math.isqrt(each) + 1) if each % side == 0)
+    unit = vision.patch_size * vision.spatial_merge_size
+    return read_pictures(config, -(-tokens // each), (height * unit, each // height * unit))
 
 
 def _of_one_size(config: Any, vision: Any, count: int | None, tokens: int | None) -> Pictures:

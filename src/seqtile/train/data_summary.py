@@ -31,6 +31,7 @@ class DataSummary:
         trains_prompts: whether prompts are among the tokens that train; None where rows have no prompts.
         pictures: in all rows.
         frames: of videos, in all rows.
+        largest_picture, largest_frame: the most tokens of one picture, and of one frame of a video.
         visual: the fewest and the most tokens of a row that features of pictures and frames replace; None for text.
     """
 
@@ -46,6 +47,8 @@ class DataSummary:
     trains_prompts: bool | None = None
     pictures: int = 0
     frames: int = 0
+    largest_picture: int = 0
+    largest_frame: int = 0
     visual: tuple[int, int] | None = None
 
     def __str__(self) -> str:

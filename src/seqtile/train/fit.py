@@ -6,23 +6,27 @@ resolved recipe holds the choice, so that a resumed run takes the same and does 
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from seqtile._errors import UserError
+from seqtile._log import log_level
 from seqtile.devices import accelerator, available_host_bytes, device_type
 from seqtile.fitting import choose, host_as_device, planned_attention, planned_optimizer, planned_precision
 from seqtile.models.configs import towers_of
 from seqtile.options import DEFAULTS, TilingOptions
 from seqtile.planner.accelerators import Device, device_here
 from seqtile.planner.chooser import CHOSEN
+from seqtile.planner.pictures import pictures_like
 from seqtile.planner.request import Request
-from seqtile.planner.step_config import Lora
+from seqtile.planner.step_config import Lora, Pictures
 from seqtile.tiling import parse_bytes
 from seqtile.train.load import load_config, weights_dtype
-from seqtile.train.read_data import has_media
+from seqtile.train.read_data import Data, has_media, read_data
 from seqtile.train.recipe import TRL_LOSS_TILE, Recipe
 
 
@@ -42,11 +46,16 @@ def fit_recipe(recipe: Recipe, nodes: int = 1) -> Fitted:
         nodes: that they are on.
 
     Raises:
-        UserError: a setting that no plan knows, or rows with pictures.
+        UserError: a setting, or a vision tower of rows with pictures, that no plan knows.
         RunError: nothing fits.
     """
-    if "vision" in towers_of(load_config(recipe)) and has_media(recipe):
-        raise UserError("rows have pictures, whose tower no fit counts; seqtile plan --frames or --images does")
+    config, max_length = load_config(recipe), recipe.max_length
+    pictures: Pictures | None = None
+    if "vision" in towers_of(config) and has_media(recipe):
+        with log_level("seqtile.train", logging.CRITICAL + 1):  # the run itself reads the rows again, and reports
+            data = read_data(recipe, Path(str(recipe.output)), lambda _: None, decodes=False)
+        pictures = largest_pictures(config, data)
+        max_length = max(max_length, pictures.tokens + 1)
     memory = parse_bytes(recipe.fit) if isinstance(recipe.fit, str) else None
     settings = settings_of(recipe)
     fixed = {name: getattr(settings, name) for name in CHOSEN if getattr(recipe.options, name) != DEFAULTS[name]}
@@ -56,12 +65,24 @@ def fit_recipe(recipe: Recipe, nodes: int = 1) -> Fitted:
         fixed["checkpoint"] = None
     if not recipe.tiled_mlp:
         fixed |= {name: getattr(settings, name) for name in ("tile", "keep", "blocks")}
+    request = replace(request_of(recipe, memory, nodes), pictures=pictures)
     choice = choose(
-        request_of(recipe, memory, nodes), recipe.max_length, fixed, can_offload=accelerator() is not None,
+        request, max_length, fixed, can_offload=accelerator() is not None,
         packed=bool(recipe.packing),
     )  # fmt: skip
     chosen = recipe.changed(**updates_of(choice.options, recipe), fit=False)
     return Fitted(chosen, tuple(f"fit: {sentence}" for sentence in choice.why))
+
+
+def largest_pictures(config: Any, data: Data) -> Pictures:
+    """Pictures that stand for those of any row of ``data``, some of which has one."""
+    summaries = [row_set.summary for row_set in data.sets.values() if row_set.summary is not None]
+    return pictures_like(
+        config,
+        max(summary.visual[1] for summary in summaries if summary.visual),
+        max(summary.largest_picture for summary in summaries),
+        max(summary.largest_frame for summary in summaries),
+    )
 
 
 def request_of(recipe: Recipe, memory: int | None = None, nodes: int = 1) -> Request:
@@ -130,7 +151,7 @@ def settings_of(recipe: Recipe, tile: int | None = None) -> TilingOptions:
 
 def updates_of(settings: TilingOptions, recipe: Recipe) -> dict[str, Any]:
     """The keys of ``recipe`` that ``settings`` change."""
-    always = ("heads", "state", "chunk", "segment", "loss_tile")
+    always = ("heads", "state", "chunk", "segment", "loss_tile", "vision")
     updates: dict[str, Any] = {name: getattr(settings, name) for name in always}
     updates["checkpoint"] = settings.checkpoint or "none"
     if recipe.tiled_mlp:

@@ -27,6 +27,9 @@ MEDIA_COLUMNS = ("images", "videos", "sizes")
 
 SOURCE_COLUMNS = {"image": "images", "images": "images", "video": "videos", "videos": "videos"}
 
+ORIENTATION, LYING = 0x0112, (5, 6, 7, 8)
+"""The tag of a picture that says how its camera was held, and the values for a quarter turn."""
+
 _SOURCES = ("image", "video", "url", "path", "base64", "image_url", "video_url")
 """Keys of a part that name its file."""
 
@@ -81,7 +84,7 @@ def media_part(part: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def place_media(
-    messages: list[dict[str, Any]], columns: Mapping[str, Sequence[Any]], folder: str
+    messages: list[dict[str, Any]], columns: Mapping[str, Sequence[Any]], folder: str, *, decodes: bool = True
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Messages with bare parts, and the row's :data:`MEDIA_COLUMNS`.
 
@@ -89,6 +92,7 @@ def place_media(
         messages: with texts, or lists of parts of which those of :func:`media_part` have a source or None.
         columns: the row's own columns of pictures and videos.
         folder: where relative paths begin, if the file is there.
+        decodes: decode every picture once, to see that it can be; else read its size alone.
 
     Raises:
         RowError: as many parts as files are not there, or a file cannot be read.
@@ -117,8 +121,8 @@ def place_media(
                 f"{column!r} has {len(sources[column]) + len(files)} entries, but the messages have "
                 f"{counted(len(sources[column]), 'place')} for them"
             )
-    images = [_read_picture(source, folder) for source in sources["images"]]
-    videos = [_read_video(source, folder) for source in sources["videos"]]
+    images = [_read_picture(source, folder, decodes) for source in sources["images"]]
+    videos = [_read_video(source, folder, decodes) for source in sources["videos"]]
     return placed, {
         "images": [file for file, _ in images],
         "videos": [video for video, _ in videos],
@@ -163,11 +167,11 @@ def _with_parts(messages: list[dict[str, Any]], kind: str, count: int) -> list[d
     return result
 
 
-def _read_picture(source: Any, folder: str) -> tuple[dict[str, Any], list[int]]:
-    """A file as path or bytes, and its height and width; the picture is decoded once, to see that it can be."""
+def _read_picture(source: Any, folder: str, decodes: bool) -> tuple[dict[str, Any], list[int]]:
+    """A file as path or bytes, and its height and width."""
     file = _find_file(source, folder, "picture")
     try:
-        width, height = open_picture(file).size
+        width, height = open_picture(file).size if decodes else _size_in_header(file)
     except Exception as error:  # noqa: BLE001 - decoders raise many types
         name = f"file {file['path']!r}" if file["path"] else "in the row"
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -177,20 +181,32 @@ def _read_picture(source: Any, folder: str) -> tuple[dict[str, Any], list[int]]:
 
 def open_picture(file: Mapping[str, Any]) -> Any:
     """The picture of a file as Transformers' processors take it (``PIL.Image``, RGB, turned as its camera says)."""
-    from PIL import Image
     from transformers.image_utils import load_image
 
-    with Image.open(io.BytesIO(file["bytes"]) if file["bytes"] else file["path"]) as image:
+    with _open(file) as image:
         return load_image(image)
 
 
-def _read_video(source: Any, folder: str) -> tuple[dict[str, Any], list[int]]:
+def _open(file: Mapping[str, Any]) -> Any:
+    from PIL import Image
+
+    return Image.open(io.BytesIO(file["bytes"]) if file["bytes"] else file["path"])
+
+
+def _size_in_header(file: Mapping[str, Any]) -> tuple[int, int]:
+    """Width and height of :func:`open_picture`'s result, from the beginning of the file."""
+    with _open(file) as image:
+        width, height = image.size
+        return (height, width) if image.getexif().get(ORIENTATION) in LYING else (width, height)
+
+
+def _read_video(source: Any, folder: str, decodes: bool) -> tuple[dict[str, Any], list[int]]:
     """A video as a path or as frames; frames, height and width of it, if it has frames."""
     source = {"frames": source, "fps": None} if isinstance(source, list) else source
     if isinstance(source, Mapping) and "frames" in source:
         if not source["frames"]:
             raise RowError("a video has no frames")
-        frames = [_read_picture(frame, folder) for frame in source["frames"]]
+        frames = [_read_picture(frame, folder, decodes) for frame in source["frames"]]
         sizes = {tuple(size) for _, size in frames}
         if len(sizes) > 1:
             raise RowError("a video has frames of several sizes")

@@ -275,6 +275,10 @@ def count_tokens(row_set: RowSet, collator: PictureCollator, max_length: int | N
         summary.visual = (min(least, tokens.visual), max(most, tokens.visual))
         summary.pictures += tokens.pictures
         summary.frames += tokens.frames
+        if tokens.frames:
+            summary.largest_frame = max(summary.largest_frame, tokens.each)
+        else:
+            summary.largest_picture = max(summary.largest_picture, tokens.each)
     if not kept:
         raise UserError(f"dataset {row_set.source.dataset!r}: the pictures of no row fit max_length {max_length}")
     if len(kept) < len(counts):

@@ -50,13 +50,14 @@ class Data(NamedTuple):
     processor: Any = None
 
 
-def read_data(recipe: Recipe, output: Path, stage: Callable[[str], None]) -> Data:
+def read_data(recipe: Recipe, output: Path, stage: Callable[[str], None], *, decodes: bool = True) -> Data:
     """Read and check the rows of ``recipe``.
 
     Args:
         recipe: resolved.
         output: the run's directory, which the trainer's arguments name; nothing is written.
         stage: called with a description of each stage.
+        decodes: decode every picture once, to see that it can be; else read its size alone.
 
     Raises:
         UserError: rows or settings of which something would be trained that they do not say.
@@ -87,7 +88,7 @@ def read_data(recipe: Recipe, output: Path, stage: Callable[[str], None]) -> Dat
                 dataset, key=key, split=split, config=config_name, text_field=settings["text_field"],
                 streaming=streaming,
             )  # fmt: skip
-    check_settings = {**settings, "media": takes_pictures}
+    check_settings = {**settings, "media": takes_pictures, "decodes": decodes}
     row_count = 0 if recipe.streaming else len(loaded["train"].rows)
     arguments = trainer_arguments(recipe, output, documents=loaded["train"].documents, rows=row_count)
     stream: Stream | None = None

@@ -66,6 +66,7 @@ class RowFormat:
         json_arguments: whether the chat template adds arguments of tool calls up as text; others write objects as JSON.
         media: whether the model takes pictures, so that chats and pairs of messages may have some.
         folder: where relative paths of pictures and videos begin.
+        decodes: whether every picture is decoded once, or its size alone is read.
     """
 
     key_columns: tuple[str, ...]
@@ -75,6 +76,7 @@ class RowFormat:
     json_arguments: bool = False
     media: bool = False
     folder: str = ""
+    decodes: bool = True
 
     @property
     def is_chat(self) -> bool:
@@ -192,7 +194,7 @@ class RowFormat:
             return {**result, "images": [], "videos": [], "sizes": {"image": [], "video": [], "fps": []}}
         if any(isinstance(message["content"], list) for message in result.get("completion", ())):
             raise RowError("'completion' has a picture or a video; put it into 'prompt'")
-        result[asking], media = place_media(result[asking], columns, self.folder)
+        result[asking], media = place_media(result[asking], columns, self.folder, decodes=self.decodes)
         if media["videos"] and not self.is_chat:
             raise RowError("a pair of prompt and completion has a video; write the row as 'messages'")
         return {**result, **media}

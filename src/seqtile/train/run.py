@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -255,12 +256,14 @@ def _build(recipe: Recipe, output: Path, start: Path | None, display: Display) -
         use_liger,
     )
     from seqtile.train.packing import check_packing
-    from seqtile.train.ranks import agree, prepare_on_cpu
+    from seqtile.train.ranks import agree, is_launched, prepare_on_cpu
     from seqtile.train.read_data import read_data
 
     if recipe.split > 1:
         check_split(recipe)  # for the first time under a launcher of the user's
-    data = read_data(recipe, output, display.stage)
+    # The first process of each node decodes for all, but where rows that it leaves out would differ.
+    decodes = recipe.skip_bad_rows or not is_launched() or os.environ["LOCAL_RANK"] == "0"
+    data = read_data(recipe, output, display.stage, decodes=decodes)
     agree(recipe, data, start)
     arguments, sets, stream = data.arguments, data.sets, data.stream
     display.stage(f"loading the weights of {recipe.model}")
