@@ -22,6 +22,7 @@ from seqtile.train.media import RowError, open_picture
 from seqtile.train.read_data import check_rows, read_data
 from seqtile.train.recipe import Recipe, build_recipe, resolve
 from seqtile.train.rendered_rows import RowSet
+from seqtile.train.resume import digest_rows
 from seqtile.train.row_formats import RowFormat, find_key_columns
 
 Image = pytest.importorskip("PIL.Image")
@@ -261,6 +262,19 @@ def test_rows_that_no_size_counts_are_processed(processor: str, folder: Path, mo
     read_set(folder, rows, max_length=needed)
     with pytest.raises(UserError, match="do not fit"):
         read_set(folder, rows, max_length=needed - 1)
+
+
+@pytest.mark.parametrize("kind", ["picture", "frame"])
+def test_a_resumed_run_sees_that_a_file_has_other_contents(kind: str, folder: Path, tmp_path: Path) -> None:
+    file = tiny_run.save_picture(tmp_path / "same.png", 1, 16, 24)
+    part = {**IMAGE, "image": str(file)} if kind == "picture" else {**VIDEO, "video": [str(file)]}
+    _, row_set = read_set(folder, [chat(part, TEXT)])
+    before = digest_rows(row_set.rows)
+    content = file.read_bytes()
+    file.write_bytes(content)  # later
+    assert digest_rows(row_set.rows) == before
+    tiny_run.save_picture(file, 2, 16, 24)
+    assert digest_rows(row_set.rows) != before
 
 
 def test_a_configuration_that_names_no_token_of_pictures(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

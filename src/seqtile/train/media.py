@@ -179,6 +179,13 @@ def _read_picture(source: Any, folder: str, decodes: bool) -> tuple[dict[str, An
     return file, [height, width]
 
 
+def media_paths(row: Mapping[str, Any]) -> list[str]:
+    """Paths of a row's files."""
+    videos = row.get("videos") or []
+    files = [*(row.get("images") or []), *videos, *(frame for video in videos for frame in video["frames"])]
+    return [file["path"] for file in files if file["path"]]
+
+
 def open_picture(file: Mapping[str, Any]) -> Any:
     """The picture of a file as Transformers' processors take it (``PIL.Image``, RGB, turned as its camera says)."""
     from transformers.image_utils import load_image
