@@ -24,11 +24,14 @@ from seqtile._compat import checkpoints_in_forward, has_kernel
 from seqtile.blocks.instance import TiledForward, installed_forwards
 from seqtile.blocks.layer import TiledLayer
 from seqtile.blocks.norms_and_projections import KernelNorm
+from seqtile.checkpointing import host_offload
 from seqtile.checkpointing.host_offload import HostMemory
+from seqtile.checkpointing.policies import standing_checkpointing
 from seqtile.chunks import segment as segment_module
 from seqtile.chunks.segment import ChunkForward
 from seqtile.counting.live import count_live_bytes
 from seqtile.counting.products import count_products
+from seqtile.host_weights import standing_host_weights
 from seqtile.ops.attention import piece_kernels, prefix
 from seqtile.ops.attention.piece_kernels import Piece, Plain
 from seqtile.ops.attention.prefix import GivenMask, KeyValues, Visible, prefix_attention
@@ -361,22 +364,105 @@ def test_a_tiled_block_takes_less_of_a_chunk(segment: int) -> None:
     assert peak(tile=64) <= peak(blocks="none") - (1 if segment == 1 else 5) * gate
 
 
-@pytest.mark.parametrize("segment", [1, 2, 4])
-def test_a_segment_moves_one_hidden_state_to_the_host(segment: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    moved, park = [0], HostMemory.park
+@pytest.fixture
+def parked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Checkpoint and bytes of each tensor that goes to the host; what is there must not be read on the device."""
+    moved, park = list[tuple[int, int]](), HostMemory.park
 
     def counted(memory: HostMemory, tensor: Tensor) -> Any:
-        moved[0] += tensor.nbytes
-        return park(memory, tensor)
+        moved.append((memory.layer, tensor.nbytes))
+        result = park(memory, tensor)
+        if tensor.dim() == 4:  # keys and values, which the node owns
+            tensor.detach().fill_(torch.nan)
+        return result
 
     monkeypatch.setattr(HostMemory, "park", counted)
-    model = build("llama")
+    return moved
+
+
+def build_for_host(family: str, segment: int, dtype: torch.dtype = torch.float32) -> Any:
+    model = build(family, dtype)
     if segment > 1 and not checkpoints_in_forward(model.model.layers[0]):
         pytest.skip(f"transformers {transformers.__version__} checkpoints each layer, and the segment keeps its input")
+    return model
+
+
+@pytest.mark.parametrize("segment", [1, 2, 3, 4])
+@pytest.mark.parametrize("family", ["llama", "qwen3_5_text", "deepseek_v3", "falcon_h1"])
+def test_a_segment_keeps_its_input_keys_and_values_on_the_host(
+    family: str, segment: int, parked: list[tuple[int, int]]
+) -> None:
+    """All but what the backward projects again from the input; exact to the untiled step's error."""
+    batch = batch_of(padded="left")
+    exact = torch.float32 if family in NO_FLOAT64 else torch.float64
+    expected, truth = step(build(family), batch), in_double(step(build(family, exact), batch))
+    model = build_for_host(family, segment)
     seqtile.apply(model, chunk=64, segment=segment, offload=True)
-    step(model, batch_of())
-    assert moved[0] == 4 // segment * 2 * 150 * SIZES["hidden_size"] * 4
+    assert_all_no_worse(step(model, batch), expected, truth, factor=4.0, floor=2e-6)
     assert chunks_of(model) == [3] * 4
+    assert standing_checkpointing(model)[0].host.parked_bytes == 0
+    tokens, starts = 2 * 150, range(0, 4, segment)
+    each = 4 * (4 * (18 + 12) if family == "deepseek_v3" else 2 * 2 * 16)
+    attends = [1, 3] if family == "qwen3_5_text" else range(4)
+    again = [] if family == "falcon_h1" else starts  # its state would have to run again too
+    kept = [number for number in attends if number not in again]
+    inputs = [number // segment + 1 for number in starts]
+    assert sum(nbytes for _, nbytes in parked) == tokens * (4 * 40 * len(starts) + each * len(kept))
+    assert [number for number, _ in parked] == sorted(inputs + 2 * [number // segment + 1 for number in kept])
+
+
+@pytest.mark.parametrize("tensors", [0, 1, 2, 5])
+def test_keys_and_values_without_room_on_the_host_stay_on_the_device(
+    tensors: int, parked: list[tuple[int, int]]
+) -> None:
+    hidden, keys = 2 * 150 * 40 * 4, 2 * 150 * 2 * 16 * 4
+    sizes = [hidden, keys, keys, hidden, keys, keys]
+    model = build_for_host("llama", 2)
+    seqtile.apply(model, chunk=64, segment=2, offload=f"{sum(sizes[:tensors]) + 64}B")
+    torch.testing.assert_close(step(model, batch_of()), step(build("llama"), batch_of()), rtol=1e-4, atol=1e-6)
+    assert [nbytes for _, nbytes in parked] == sizes[:tensors]
+
+
+def test_a_retained_graph_reads_keys_and_values_from_the_host_again(parked: list[tuple[int, int]]) -> None:
+    model = build_for_host("llama", 4)
+    seqtile.apply(model, chunk=64, segment=4, offload=True)
+    loss, weight = model(**batch_of()).loss, model.model.layers[1].self_attn.k_proj.weight
+    first, second = (torch.autograd.grad(loss, weight, retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(first, second) and len(parked) == 1 + 2 * 3
+
+
+def test_a_host_that_is_too_small_for_keys_and_values_is_refused_at_the_first_segment(
+    parked: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two segments' inputs fit, and are not counted as four layers'."""
+    hidden, keys = 2 * 150 * 40 * 4, 2 * 150 * 2 * 16 * 4
+    model = build_for_host("llama", 2)
+    seqtile.apply(model, chunk=64, segment=2, offload=True)
+    monkeypatch.setattr(host_offload, "available_host_bytes", lambda: 2 * (hidden + 2 * keys) - 1)
+    with pytest.raises(UserError, match="host memory"):
+        step(model, batch_of())
+    assert [nbytes for _, nbytes in parked] == [hidden]
+    monkeypatch.setattr(host_offload, "available_host_bytes", lambda: 2 * (hidden + 2 * keys))
+    step(model, batch_of())
+
+
+def test_frozen_weights_come_from_the_host_once_per_pass() -> None:
+    """Not once per chunk."""
+    peft = pytest.importorskip("peft")
+    batch, results = batch_of(), list[dict[str, Tensor | None]]()
+    lora = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    for dtype, host in ((torch.float32, False), (torch.float64, False), (torch.float32, True)):
+        torch.manual_seed(5)
+        model = peft.get_peft_model(build("llama"), lora).to(dtype).train()
+        if host:
+            seqtile.apply(model, chunk=64, offload="checkpoints+weights")
+            step(model, batch)
+            stream = standing_host_weights(model)[0].stream
+            before, layers = stream.fetched_bytes, sum(layer.nbytes for layer in stream.layers)
+        results.append(step(model, batch))
+    expected, truth, got = results
+    assert_all_no_worse(got, expected, in_double(truth), factor=4.0, floor=2e-6)
+    assert stream.fetched_bytes - before == 2 * layers and chunks_of(model) == [3] * 4
 
 
 def test_memory_is_bounded_by_the_chunk() -> None:

@@ -119,8 +119,19 @@ def test_memory_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
         {"blocks": "mlp+norm+projections", "heads": 1},
         {"path": "generic"},
         {"keep": 0.5},
+        {"chunk": 5},
+        {"chunk": 5, "offload": "checkpoints"},
     ],
-    ids=["layer", "checkpoints too", "attention saved", "heads", "generic", "keep"],
+    ids=[
+        "layer",
+        "checkpoints too",
+        "attention saved",
+        "heads",
+        "generic",
+        "keep",
+        "chunks",
+        "chunks, checkpoints too",
+    ],
 )
 def test_exact(architecture: str, settings: dict[str, Any]) -> None:
     if architecture == "gpt2" and settings.get("heads"):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoConfig
 
+from seqtile import apply
+from seqtile._compat import checkpoints_in_forward
+from seqtile.checkpointing.host_offload import HostMemory
 from seqtile.counting.products import count_products
 from seqtile.options import TilingOptions, changed, offload_of
 from seqtile.planner.accelerators import Device
@@ -21,6 +25,7 @@ from seqtile.planner.phases import Phase
 from seqtile.planner.request import Request
 from seqtile.planner.step_config import Lora, Setup
 from seqtile.planner.techniques import CHUNKS, CHUNKS_OF_SEGMENTS
+from seqtile.recognise.decoder_layers import decoder_layers
 
 pytestmark = pytest.mark.backward_here  # a counter sees the operators of its own thread
 
@@ -85,6 +90,54 @@ def test_fake_and_real_steps_in_chunks_hold_the_same_bytes_under_their_names() -
     assert largest[KEYS] == largest[KEY_GRADIENTS] == tokens * 2 * 2 * 24 * 4  # of the layer that attends
     state = 4 * 18 * 20 + (2 * 2 * 18 + 4 * 20) * 4  # of the delta rule, and of the convolution
     assert largest[CHUNK_STATES] >= 5 * 3 * state * 4  # three layers, at the starts of all chunks but the first
+
+
+@pytest.mark.parametrize(
+    ("family", "segment", "room"),
+    [
+        ("llama", 4, None),
+        pytest.param("llama", 1, None, marks=pytest.mark.slow),
+        pytest.param("llama", 2, None, marks=pytest.mark.slow),
+        pytest.param("llama", 2, 700_000, marks=pytest.mark.slow),
+        pytest.param("qwen3_5_text", 2, None, marks=pytest.mark.slow),
+    ],
+)
+def test_a_plan_counts_what_a_step_in_chunks_moves_to_the_host(
+    family: str, segment: int, room: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And takes it off the device, but for two segments' in flight, and keys and values that are projected again."""
+    tokens, layers, config, moved = 384, 8, config_of(family, 8), [0]
+    options = TilingOptions(loss="tiled", loss_tile=64, checkpoint="layer", chunk=64, segment=segment)
+    options = replace(options, offload=True if room is None else f"{room}B")
+    planner = Planner(Request("it", config, Device("cpu", 2**40, None, ""), options=options, precision="float32",
+                              attention="sdpa", device_type="cpu", lora=Lora(4)))  # fmt: skip
+    planned, park = planner.estimate(tokens), HostMemory.park
+
+    def counted(memory: HostMemory, tensor: Any) -> Any:
+        moved[0] += tensor.nbytes
+        return park(memory, tensor)
+
+    monkeypatch.setattr(HostMemory, "park", counted)
+    model = build(config, planner.setup, "cpu").model
+    if segment > 1 and not checkpoints_in_forward(model.get_submodule(decoder_layers(model)[0].name)):
+        pytest.skip("this transformers checkpoints each layer, and a segment keeps its input")
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    apply(model, chunk=64, segment=segment, loss="tiled", offload=options.offload)
+    ids = torch.zeros(1, tokens, dtype=torch.long)
+    model(input_ids=ids, labels=ids).loss.backward()
+
+    segments, of_layer = layers // segment, tokens * 2 * 2 * 24 * 4
+    attentions, again = (2, 0) if family == "qwen3_5_text" else (8, of_layer)
+    inputs = segments * tokens * 64 * 4
+    keys = attentions * of_layer - segments * again
+    on_host = {name: planned.host_terms.get(name, 0) for name in (CHECKPOINTS, KEYS)}
+    if room is None:
+        assert (on_host, planned.moved, moved[0]) == ({CHECKPOINTS: inputs, KEYS: keys}, 1, inputs + keys)
+    else:  # whole segments by the plan, and tensors in a step
+        assert moved[0] - (inputs + keys) / segments <= sum(on_host.values()) <= moved[0] <= room < inputs + keys
+    left, flight = 1 - planned.moved, 2 / segments
+    assert planned.terms[CHECKPOINTS] == pytest.approx(min(1, left + flight) * inputs)
+    assert planned.terms[KEYS] == pytest.approx(min(1, left + flight) * keys + again)
 
 
 def test_a_single_chunk_is_planned_as_the_layers_whole() -> None:

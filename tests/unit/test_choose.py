@@ -143,8 +143,10 @@ def every_choice(lora: bool) -> Iterator[TilingOptions]:
                 checkpoint = checkpoint_of(policies)
                 if checkpoint is not None or not offload:
                     yield settings(checkpoint, on_host, keep=kept / 8, **bound)
-    for segment in (1, 4):
-        yield settings("layer", chunk="auto", segment=segment)
+    for segment, on_host in itertools.product((1, 4), (False, True, "weights", "checkpoints+weights")):
+        frees_weights = on_host not in (False, True)
+        if not frees_weights or (lora and segment == 1):
+            yield settings("layer", on_host, chunk="auto", segment=segment)
 
 
 @pytest.mark.parametrize("lora", [None, Lora(4)], ids=["all weights", "adapters"])
@@ -239,6 +241,14 @@ def test_chunks_that_are_given_stay(monkeypatch: pytest.MonkeyPatch) -> None:
         found = ask(memory, given={"chunk": 4096}).settings
         assert (found.chunk, found.segment, found.state, found.heads) == (4096, 1, None, None)
         assert found.checkpoint == "layer"
+
+
+@pytest.mark.parametrize(("memory", "can_offload", "offload"), [(26, False, False), (18, True, True)])
+def test_chunks_keep_on_the_host_what_the_device_has_no_room_for(
+    memory: float, can_offload: bool, offload: bool
+) -> None:
+    found = ask(memory, given={"tile": TILE}, can_offload=can_offload).settings
+    assert (found.chunk, found.checkpoint, found.offload) == ("auto", "layer", offload)
 
 
 def test_chunks_are_not_for_a_row_of_one() -> None:

@@ -16,7 +16,8 @@ import threading
 import weakref
 from bisect import bisect
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -376,6 +377,44 @@ class HostMemory:
                 f"offload='{budget // 2**20}MiB'"
             )
         self._checked = each
+
+
+class Parking(threading.local):
+    """What a checkpoint that moves its input to the host also moves, for the code that runs inside it.
+
+    Attributes:
+        host: where to; None outside of such a checkpoint.
+        beside: bytes of the input.
+        layers: how many checkpoints a step has.
+    """
+
+    host: HostMemory | None = None
+    beside = 0
+    layers: Callable[[], int] = int
+
+    @contextmanager
+    def inside(self, host: HostMemory, beside: int, layers: Callable[[], int]) -> Iterator[None]:
+        """Around the forward of one checkpoint."""
+        self.host, self.beside, self.layers = host, beside, layers
+        try:
+            yield
+        finally:
+            self.host = None
+
+    def park(self, tensors: Sequence[Tensor]) -> list[Tensor | OffloadedTensor]:
+        """Start to copy ``tensors`` to the host, those that it has room for; all are used in the backward.
+
+        Raises:
+            UserError: with as many of every checkpoint, they do not fit.
+        """
+        host = self.host
+        if host is None or not tensors:
+            return [*tensors]
+        host.check(self.beside + sum(tensor.nbytes for tensor in tensors), self.layers, tensors[0].device)
+        return [host.park(tensor) if host.has_room(tensor) else tensor for tensor in tensors]
+
+
+parking = Parking()
 
 
 @functools.cache

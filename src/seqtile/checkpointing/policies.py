@@ -29,7 +29,7 @@ from seqtile._compat import (
 )
 from seqtile._effects import Watched, find_checkpointed, split_frozen, which
 from seqtile._errors import UserError
-from seqtile.checkpointing.host_offload import HostMemory
+from seqtile.checkpointing.host_offload import HostMemory, parking
 from seqtile.checkpointing.keep_attention import AttentionSaved, kept_per_token
 from seqtile.ops.attention.backends import FLEX, attention_sentences, has_long_mask, without_wrong_kernel
 from seqtile.ops.attention.kernel_calls import names_of_kernels
@@ -293,10 +293,15 @@ class Checkpointing(Watched):
             checkpointed = [policy for policy in self.policies if policy is not None] or [self.policy]
             saved = sum(map(saves_attention, checkpointed))
             nbytes += tokens * kept_per_token(text, hidden.element_size(), width) * saved // len(checkpointed)
-        self.host.check(nbytes, self.layers, hidden.device)
+        together = getattr(function, "layers", 1)  # of a segment
+
+        def checkpoints() -> int:
+            return -(-self.layers() // together)
+
+        self.host.check(nbytes, checkpoints, hidden.device)
         self.host.begin_layer()
         pack, unpack = _hooks_for_input(hidden, self.host)
-        with saved_tensors_hooks(pack, unpack):
+        with saved_tensors_hooks(pack, unpack), parking.inside(self.host, nbytes, checkpoints):
             return base(function, *args, **kwargs)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from seqtile._compat import keeps_graph, router_logits_apart, tree_leaves
 from seqtile.blocks.instance import inside_a_chunk
 from seqtile.blocks.layer import tiled_layer
+from seqtile.checkpointing.host_offload import OffloadedTensor, parking
 from seqtile.chunks.layer_cache import NotChunkedError, view_in_chunks
 from seqtile.chunks.layer_call import ChunkedCall
 from seqtile.engines.flat import ParameterSwap, call_with_weights
+from seqtile.ops.attention.prefix import KeyValues
 from seqtile.ops.attention.segment_tree import SegmentTable
 from seqtile.ops.rng import Autocast, RandomState
 from seqtile.ops.tile_checkpoint import Changed, State, Weights, run_with_state
@@ -62,8 +64,9 @@ def run_segment(
 
     Memory:
         Between forward and backward: the hidden states, keys and values of every attending layer but the first, whose
-        are projected from the hidden states again, and states at each chunk's beginning. In the backward: gradients of
-        the segment's keys and values, and one chunk's activations in all its layers.
+        are projected from the hidden states again, and states at each chunk's beginning. Under a checkpoint that moves
+        its input to the host, keys and values are there too. In the backward: gradients of the segment's keys and
+        values, and one chunk's activations in all its layers.
     """
     swap = ParameterSwap(modules)
     begins, starts = _positions(cuts)
@@ -96,8 +99,14 @@ def run_segment(
         result: tuple[Any, State] = call_with_weights(swap, aliases, (layers, tiles, state, index))
         return result
 
-    def project_again(whole: Sequence[Tensor]) -> None:
-        """Keys and values of the first layer, dropped after the forward, from its input."""
+    parked: list[tuple[KeyValues, list[Tensor | OffloadedTensor]]] = []
+
+    def before_backward(whole: Sequence[Tensor]) -> None:
+        """Keys and values of the first layer, dropped after the forward, from its input; the others' from the host."""
+        for store, tensors in parked:
+            store.keys, store.values = [x if isinstance(x, Tensor) else x.take() for x in tensors]
+        if not keeps_graph():
+            parked.clear()
         if not calls[0].projects_again:
             return
         for index, size in enumerate(cuts.sizes):
@@ -115,10 +124,13 @@ def run_segment(
             drop(calls)
 
     output = run_with_state(
-        run, tensors, cuts.sizes, cuts.begins, weights, project_again, after_backward, changed, continues
+        run, tensors, cuts.sizes, cuts.begins, weights, before_backward, after_backward, changed, continues
     )
     if calls[0].projects_again:
         drop(calls[:1])
+    if any(tensor.requires_grad for tensor in tree_leaves(output) if isinstance(tensor, Tensor)):
+        for store in (store for call in calls for store in call.stores if store.keys is not None):
+            parked.append((store, parking.park(store.take())))
     result, captured = output
     return result, [logits.flatten(0, 1) if is_flat else logits for logits, is_flat in captured]
 

@@ -225,6 +225,7 @@ class ChunkForward(Installed):
             result, captured = run_segment(modules, calls, tensors, cuts, partial(_weights_of, modules), changed)
             return (result, captured) if captures else result
 
+        run.layers = len(calls)  # type: ignore[attr-defined]
         output = self._under_checkpoint(run, tensors, checkpointed, len(calls))
         if not captures:
             return output

@@ -182,11 +182,8 @@ class _Chooser:
         hosts = [host for host in hosts if self.host_has_room(*host)]
         seen: list[TilingOptions] = []
         for divisor, (checkpoints, weights), bound in product((1, TILE_STEP, TILE_STEP**2), hosts, bounds):
-            chunked = "chunk" in bound
             if divisor > 1 and (bound is not minimal or (checkpoints, weights) != hosts[-1]):
                 continue  # smaller tiles are for where nothing else is left
-            if chunked and (checkpoints or weights):
-                continue
             settings = replace(auto, checkpoint="layer", offload=offload_of(checkpoints, weights), **bound)
             if divisor > 1:
                 whole = auto.tile if isinstance(auto.tile, int) else self.first.local(self.tokens) * self.request.batch
@@ -196,7 +193,7 @@ class _Chooser:
                 settings = settings.without_blocks()
             if settings.checkpoint is None and settings.offload_room:
                 continue
-            if chunked and not is_in_chunks(settings, self.tokens, self.request.batch):
+            if "chunk" in bound and not is_in_chunks(settings, self.tokens, self.request.batch):
                 continue
             # Where what is given excludes itself, the plan of the simplest settings says so in a sentence.
             simplest = not (bound or checkpoints or weights)

@@ -25,6 +25,7 @@ from seqtile.planner.live_at_peaks import (
     GRADIENTS,
     KEPT,
     KERNELS,
+    KEYS,
     OPTIMIZER,
     PIECE_GRADIENTS,
     WEIGHTS,
@@ -289,7 +290,11 @@ class Planner:
         request, local = self.request, self.local(tokens)
         parts: dict[Phase, Mapping[str, float]] = {**lines.at(local, keep=float(self.resolved(tokens).options.keep))}
         kept = {name: max(terms.get(name, 0.0) for terms in parts.values()) for name in (CHECKPOINTS, KEPT)}
+        # While the head runs, no segment of chunked layers has keys and values but those that it keeps.
+        kept[KEYS] = max((terms.get(KEYS, 0.0) for phase, terms in parts.items() if phase.part == HEAD), default=0.0)
+        again = max(terms.get(KEYS, 0.0) for terms in parts.values()) - kept[KEYS]
         moved = self._moved(kept)
+        each = {name: size / max(1, self._keeping[name]) for name, size in kept.items()}
         for step_kind in self.kinds:
             parts |= step_kind.other_parts(request, parts)
         peaks: dict[str, _Peak] = {}
@@ -300,7 +305,7 @@ class Planner:
                     step_kind.add_terms(request, self.counts, terms, phase, tokens, bound)
                 if request.options.offload_room:
                     flight = getattr(CONSTANTS["in flight"], bound)
-                    offload_checkpoints(terms, self._keeping, flight, moved)
+                    offload_checkpoints(terms, each, flight, moved, again)
                 total = self._finish(terms, bound, self._left_over(phase, local))
                 if bound not in peaks or total > peaks[bound].total:
                     peaks[bound] = _Peak(total, phase, terms)
@@ -327,6 +332,7 @@ class Planner:
         for policy in self._policies:  # what whole layers keep is moved, the first layers' first
             size = kept[CHECKPOINTS] / keeping[CHECKPOINTS] if policy is not None else 0.0
             size += kept[KEPT] / keeping[KEPT] if policy == "attention-saved" else 0.0
+            size += kept[KEYS] / keeping[KEYS]
             if moved + size > room:
                 break
             moved += size
@@ -342,7 +348,11 @@ class Planner:
     def _keeping(self) -> dict[str, int]:
         """Checkpoints of a step by what they keep."""
         policies = self._policies
-        return {CHECKPOINTS: len(policies) - policies.count(None), KEPT: policies.count("attention-saved")}
+        return {
+            CHECKPOINTS: len(policies) - policies.count(None),
+            KEPT: policies.count("attention-saved"),
+            KEYS: len(policies),
+        }
 
     def _left_over(self, phase: Phase, local: int) -> float:
         """Bytes that the caching allocator holds on to where whole logits are made.

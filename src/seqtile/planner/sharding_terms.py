@@ -13,7 +13,7 @@ from seqtile.checkpointing.host_offload import pool_bytes
 from seqtile.devices import GIB
 from seqtile.host_weights import PINNED_AT_ONCE
 from seqtile.planner.layer_structure import Counts
-from seqtile.planner.live_at_peaks import CHECKPOINTS, GRADIENTS, KEPT, OPTIMIZER, WEIGHTS
+from seqtile.planner.live_at_peaks import CHECKPOINTS, GRADIENTS, KEPT, KEYS, OPTIMIZER, WEIGHTS
 from seqtile.planner.names import DEEPSPEED, STATE_BYTES
 from seqtile.planner.phases import ATTENTION, BLOCK, BLOCK_AND_NORMS, HEAD, OPTIMIZER_STEP, Phase
 from seqtile.planner.request import Request
@@ -265,15 +265,17 @@ def _gathered(counts: Counts, phase: Phase) -> float:
 
 
 def offload_checkpoints(
-    terms: dict[str, float], layers: Mapping[str, int], in_flight: float, moved: float = 1.0
+    terms: dict[str, float], each: Mapping[str, float], in_flight: float, moved: float = 1.0, stays: float = 0.0
 ) -> None:
     """Take a share of ``moved`` of what checkpoints keep off the device but for what is in flight.
 
-    ``layers`` are those that keep something, by what it is for.
+    ``each`` are the bytes of one checkpoint, by what they are for; ``stays`` those of keys and values that a segment of
+    chunked layers projects again, which never move.
     """
-    for name in {CHECKPOINTS, KEPT} & terms.keys():
-        size = terms[name]
-        terms[name] = min(size, (1 - moved) * size + (in_flight if moved else 0.0) * size / max(1, layers[name]))
+    for name in {CHECKPOINTS, KEPT, KEYS} & terms.keys():
+        size, never_moved = terms[name], stays if name == KEYS else 0.0
+        here = (1 - moved) * max(0.0, size - never_moved) + (in_flight * each[name] if moved else 0.0)
+        terms[name] = min(size, here + never_moved)
 
 
 def on_host(request: Request, counts: Counts, checkpoints: Mapping[str, float], budget: int = 0) -> dict[str, float]:

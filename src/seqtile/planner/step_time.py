@@ -61,8 +61,15 @@ def step_seconds(request: Request, counts: Counts, tokens: int, keep: float | No
 
 
 def checkpoint_bytes(request: Request, counts: Counts, tokens: int) -> float:
-    """Bytes that one rank's checkpoints keep: layer inputs, and attention's output of the layers that save it."""
+    """Bytes that one rank's checkpoints keep: inputs of layers, and attention's output of the layers that save it.
+
+    Of segments of chunked layers their inputs, and keys and values of every attention but the first one's.
+    """
     itemsize, rows = request.setup().dtype.itemsize, _tokens_of_a_rank(request, tokens)
+    if is_in_chunks(request.options, request.row_tokens(tokens), request.batch):
+        segments = -(-counts.layers // request.options.segment)
+        keys = 2 * counts.key_heads * counts.head_width * (2 if request.setup().autocast else itemsize)
+        return rows * (segments * counts.hidden * itemsize + max(0, counts.attentions - segments) * keys)
     policies = layer_policies(request.options.checkpoint, counts.layers)
     inputs = sum(policy is not None for policy in policies) * counts.hidden * itemsize
     saved = counts.attentions_with("attention-saved", request.options.checkpoint)

@@ -62,6 +62,12 @@ class KeyValues:
             )  # fmt: skip
         return self._gradients
 
+    def take(self) -> tuple[Tensor, Tensor]:
+        """Keys and values, which are here no more; whoever takes them puts them back before a backward."""
+        assert self.keys is not None and self.values is not None
+        taken, self.keys, self.values = (self.keys, self.values), None, None
+        return taken
+
     def drop(self) -> None:
         """Release keys, values and gradients."""
         self.keys = self.values = self._gradients = None
