@@ -26,7 +26,12 @@ _CASES = [
     Case("lora", "chunks", **SHORT, **RECOMPUTED, adapters=("q_proj", "v_proj", "up_proj")),
     Case("lora-no-input-gradient", "chunks", **SHORT, adapters=("k_proj", "down_proj"), input_gradients=False),
     Case("offload", "chunks", lengths=(13, 3), more={"chunk": 5, "offload": True}, **RECOMPUTED, steps=2),
+    Case("segments-offload", "chunks", lengths=(13, 3), more=SEGMENTS["more"] | {"offload": True}, **RECOMPUTED),
     Case("mixtral", "chunks", "mixtral", **SHORT, steps=2),
+    Case(
+        "mixtral-balance", "chunks", "mixtral", **SHORT, steps=2,
+        config={"output_router_logits": True, "router_aux_loss_coef": 0.5},
+    ),
     Case("gpt-oss", "chunks", "gpt_oss", **SHORT, **RECOMPUTED),
     Case("segments", "chunks", **SEGMENTS, micro_steps=2, steps=2),
     Case("segments-checkpoint", "chunks", **SEGMENTS, **RECOMPUTED),
