@@ -24,6 +24,7 @@ from seqtile.planner.memory_plan import Planner
 from seqtile.planner.phases import Phase
 from seqtile.planner.request import Request
 from seqtile.planner.step_config import Lora, Setup
+from seqtile.planner.step_time import checkpoint_bytes
 from seqtile.planner.techniques import CHUNKS, CHUNKS_OF_SEGMENTS
 from seqtile.recognise.decoder_layers import decoder_layers
 
@@ -130,6 +131,7 @@ def test_a_plan_counts_what_a_step_in_chunks_moves_to_the_host(
     attentions, again = (2, 0) if family == "qwen3_5_text" else (8, of_layer)
     inputs = segments * tokens * 64 * 4
     keys = attentions * of_layer - segments * again
+    assert checkpoint_bytes(planner.request, planner.counts, tokens) == inputs + keys
     on_host = {name: planned.host_terms.get(name, 0) for name in (CHECKPOINTS, KEYS)}
     if room is None:
         assert (on_host, planned.moved, moved[0]) == ({CHECKPOINTS: inputs, KEYS: keys}, 1, inputs + keys)

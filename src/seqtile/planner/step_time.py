@@ -67,9 +67,11 @@ def checkpoint_bytes(request: Request, counts: Counts, tokens: int) -> float:
     """
     itemsize, rows = request.setup().dtype.itemsize, _tokens_of_a_rank(request, tokens)
     if is_in_chunks(request.options, request.row_tokens(tokens), request.batch):
-        segments = -(-counts.layers // request.options.segment)
+        segment = request.options.segment
+        inputs = -(-counts.layers // segment) * counts.hidden * itemsize
+        attentions = sum(attends and number % segment > 0 for number, attends in enumerate(counts.attends))
         keys = 2 * counts.key_heads * counts.head_width * (2 if request.setup().autocast else itemsize)
-        return rows * (segments * counts.hidden * itemsize + max(0, counts.attentions - segments) * keys)
+        return rows * (inputs + attentions * keys)
     policies = layer_policies(request.options.checkpoint, counts.layers)
     inputs = sum(policy is not None for policy in policies) * counts.hidden * itemsize
     saved = counts.attentions_with("attention-saved", request.options.checkpoint)
