@@ -136,6 +136,22 @@ def with_frozen_tower(model: nn.Module) -> nn.Module:
     return model
 
 
+def with_frozen_layers(model: nn.Module) -> nn.Module:
+    """The mergers, or the projector, train before a frozen tower."""
+    for name, weight in owner_of(model).named_parameters():
+        is_projector = any(part in name for part in ("merger", "projector", "connector"))
+        weight.requires_grad_(is_projector or name.startswith(("language_model", "text_model")))
+    return model
+
+
+def tower_layers(model: nn.Module) -> nn.ModuleList:
+    return next(
+        part
+        for name, part in owner_of(model).named_modules()
+        if isinstance(part, nn.ModuleList) and not name.startswith(("language_model", "text_model"))
+    )
+
+
 def untouched(model: nn.Module) -> nn.Module:
     return model
 
@@ -175,6 +191,52 @@ def test_full_training_adapters_and_a_frozen_tower(
     assert any(tower_calls) == (trained is not with_frozen_tower), "a frozen tower is not recomputed, another one is"
 
 
+@pytest.mark.parametrize("checkpoints", [False, True])
+@pytest.mark.parametrize(
+    "family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "llava", "gemma3", "internvl", "smolvlm", "paligemma"]
+)
+def test_a_frozen_tower_runs_once_before_a_projector_that_trains(
+    family: str, checkpoints: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = with_frozen_layers(picture_model(family, torch.float64))
+    batch = batch_of(model, pixels_of(family, 5, torch.float64))
+    if checkpoints:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
+    _, expected = gradients(model, batch)
+    tower = in_groups_of(model, 2)
+    gradients(model, batch)  # with the trial
+    before = {name: {*module.__dict__} for name, module in model.named_modules()}
+    calls: list[bool] = []
+    layers = tower_layers(model)
+    forward = type(layers[0]).forward
+
+    def counted(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        calls.append(self is layers[0])
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(layers[0]), "forward", counted)
+    _, got = gradients(model, batch)
+    assert_same_gradients(got, expected)
+    assert (tower.most_groups, sum(calls)) == (3, 3)
+    assert {name: {*module.__dict__} for name, module in model.named_modules()} == before
+    projector = {name for name, grad in got.items() if grad is not None and "language" not in name}
+    assert any("merger" in name or "proj" in name for name in projector)
+
+
+@pytest.mark.parametrize("checkpoints", [False, True])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", *THREE_KINDS])
+def test_later_layers_of_a_tower_train_behind_frozen_ones(family: str, checkpoints: bool) -> None:
+    model = with_frozen_layers(picture_model(family, torch.float64))
+    tower_layers(model)[1:].requires_grad_(True)
+    batch = batch_of(model, pixels_of(family, 5, torch.float64))
+    if checkpoints:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
+    _, expected = gradients(model, batch)
+    tower = in_groups_of(model, 2)
+    assert_same_gradients(gradients(model, batch)[1], expected)
+    assert tower.most_groups == 3
+
+
 @pytest.mark.parametrize("family", THREE_KINDS)
 def test_features_of_a_frozen_tower_have_no_graph(family: str) -> None:
     model = with_frozen_tower(picture_model(family))
@@ -201,13 +263,16 @@ def test_each_weight_gets_one_gradient(family: str) -> None:
     assert tower.most_groups == 5 and len(arrivals) > 50 and {*arrivals.values()} == {1}
 
 
-def test_a_recompute_draws_the_random_numbers_of_its_forward() -> None:
+@pytest.mark.parametrize("trained", [untouched, with_frozen_layers])
+def test_a_recompute_draws_the_random_numbers_of_its_forward(trained: Callable[[nn.Module], nn.Module]) -> None:
     model = picture_model(
         "llava", torch.float64, vision_config={**FAMILIES["llava"]["vision_config"], "attention_dropout": 0.4}
     )
-    owner = owner_of(model)
+    owner = owner_of(trained(model))
+    owner.multi_modal_projector.act = nn.Dropout(0.4)
     pixels = pixels_of("llava", 5, torch.float64)["pixel_values"]
-    weights = [weight for name, weight in owner.named_parameters() if "tower" in name or "projector" in name]
+    weights = [weight for name, weight in owner.named_parameters()
+               if ("tower" in name or "projector" in name) and weight.requires_grad]  # fmt: skip
 
     def tower_gradients(parts: list[Tensor]) -> list[Tensor]:
         torch.manual_seed(7)

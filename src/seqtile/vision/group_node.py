@@ -7,6 +7,7 @@ backward with its random numbers, and each weight gets one gradient.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from seqtile.engines.flat import ParameterSwap, call_with_weights
 from seqtile.ops.tile_checkpoint import Changed, State, Weights, run_with_cuts
 from seqtile.ops.token_tiles import Cuts, Outputs, refuse_trace
 from seqtile.vision.feature_form import Form, GroupShapes, joined, restored, rows_of
+from seqtile.vision.frozen_layers import FrozenLayers
 from seqtile.vision.picture_call import Units
 
 
@@ -100,6 +102,7 @@ def features_in_groups(
     weights: Weights,
     changed: Changed = str,
     *,
+    frozen: FrozenLayers | None = None,
     live_bytes: Callable[[], int] | None = None,
 ) -> Any:
     """One call of ``method`` in groups.
@@ -112,6 +115,7 @@ def features_in_groups(
         form: of its results.
         weights: the owner's live weights by name.
         changed: as for :func:`seqtile.ops.tile_checkpoint.run_in_tiles`.
+        frozen: layers that a recompute leaves out.
         live_bytes: counts live bytes, for plans, where pictures have one size: of more than four groups the first two
             and the last one run, and what those between give and keep is only allocated.
 
@@ -131,7 +135,8 @@ def features_in_groups(
 
     def features(tensors: Sequence[Tensor], index: int) -> list[Tensor]:
         shapes[index] = GroupShapes()
-        rows = [*rows_of(form, method(**units.arguments(tensors, *groups[index])), shapes[index])]
+        with nullcontext() if frozen is None else frozen.of(index):
+            rows = [*rows_of(form, method(**units.arguments(tensors, *groups[index])), shapes[index])]
         if index == 1:
             of_second[:] = [(len(part), part.shape[-1], part.dtype) for part in rows]
         return rows

@@ -22,6 +22,7 @@ from seqtile.ops.grad_accumulator import LOW
 from seqtile.ops.rng import Autocast
 from seqtile.state.state_proof import TOLERANCE, distance
 from seqtile.vision.feature_form import FeatureTensor, Form, GroupShapes, form_of, rows_of
+from seqtile.vision.frozen_layers import FrozenLayers
 from seqtile.vision.group_node import features_in_groups
 from seqtile.vision.picture_call import NotCutError, PictureCall, Units, has_videos, ways_to_cut
 
@@ -34,12 +35,14 @@ class GroupProof:
         units: what they are cut into; None where they run whole.
         form: of their results.
         trained: names of the weights that get a gradient.
+        keeps_frozen: whether a recompute leaves out the frozen layers before what trains.
         why_not: why they run whole, or why larger parts than frames are cut, or "".
     """
 
     units: type[Units] | None = None
     form: Form = FeatureTensor(False)
     trained: tuple[str, ...] = ()
+    keeps_frozen: bool = False
     why_not: str = ""
 
 
@@ -53,14 +56,15 @@ class GroupProofs:
         return {"_known": {}}  # a copy is verified again
 
     def of(
-        self, owner: nn.Module, modules: Sequence[nn.Module], call: PictureCall, method: Callable[..., Any],
-        weights: Mapping[str, Tensor],
+        self, owner: nn.Module, modules: Sequence[nn.Module], computing: Sequence[nn.Module], call: PictureCall,
+        method: Callable[..., Any], weights: Mapping[str, Tensor],
     ) -> GroupProof:  # fmt: skip
         """The proof for calls such as this one.
 
         Args:
             owner: whose method it is.
             modules: those that compute features.
+            computing: children of the owner that contain these.
             call: what was called.
             method: with which method.
             weights: of the modules, by their name in the owner.
@@ -79,13 +83,13 @@ class GroupProofs:
             torch.is_grad_enabled(), *call.others(), *map(str, settings), *kinds, *shapes,
         )  # fmt: skip
         if key not in self._known:
-            self._known[key] = _try_ways(owner, modules, call, method, weights)
+            self._known[key] = _try_ways(owner, modules, computing, call, method, weights)
         return self._known[key]
 
 
 def _try_ways(
-    owner: nn.Module, modules: Sequence[nn.Module], call: PictureCall, method: Callable[..., Any],
-    weights: Mapping[str, Tensor],
+    owner: nn.Module, modules: Sequence[nn.Module], computing: Sequence[nn.Module], call: PictureCall,
+    method: Callable[..., Any], weights: Mapping[str, Tensor],
 ) -> GroupProof:  # fmt: skip
     reasons = list[str]()
     for units in ways_to_cut(call):
@@ -93,7 +97,8 @@ def _try_ways(
             with _in_evaluation(modules), inside("trial"):
                 trial = _GroupTrial(owner, units, call, method, weights)
                 if not (why := trial.differs()):
-                    return GroupProof(units, trial.form, trial.trained, "; ".join(reasons))
+                    keeps_frozen = trial.keeps_frozen(computing)
+                    return GroupProof(units, trial.form, trial.trained, keeps_frozen, "; ".join(reasons))
         except Exception as error:
             if is_out_of_memory(error):  # tells nothing of the model
                 raise
@@ -109,7 +114,7 @@ class _GroupTrial:
         weights: Mapping[str, Tensor],
     ) -> None:  # fmt: skip
         self.sample, self.groups = units.sample(call, _merged_side(owner))
-        self.units, self.owner, self.method = units(self.sample), owner, method
+        self.units, self.owner, self.method, self.live = units(self.sample), owner, method, weights
         self.weights = {
             name: weight.detach().requires_grad_() for name, weight in weights.items()
             if weight.requires_grad and torch.is_grad_enabled()
@@ -119,6 +124,7 @@ class _GroupTrial:
         dtypes = {pixels.dtype, cast.dtype, *(weight.dtype for weight in weights.values())}
         self.low = not dtypes.isdisjoint(LOW)
         self.trained: tuple[str, ...] = ()
+        self.whole: dict[str, Tensor] = {}
         with torch.no_grad():
             part = method(**self.units.arguments(self._slices(0), *self.groups[0]))
             self.form = form_of(method(**self.sample.arguments), part, len(self.units.owners))
@@ -136,11 +142,27 @@ class _GroupTrial:
             return why
         whole = self._with_gradients(lambda: self._with_weights(lambda: self.method(**self.sample.arguments)))
         self.trained = tuple(name for name in self.weights if name in whole)
+        self.whole = whole
         if in_plan:
             return ""
         grouped = self._with_gradients(self._grouped)
         error, name = distance(grouped, whole)
         return "" if error <= TOLERANCE[self.low] else f"{name} is off by {error:.1g}"
+
+    def keeps_frozen(self, computing: Sequence[nn.Module]) -> bool:
+        """Whether groups give the same gradients without frozen layers in their recompute."""
+        frozen = FrozenLayers(computing, [self.live[name] for name in self.trained])
+        if not (self.trained and frozen):
+            return False
+        if active_fake_mode() is not None:
+            return True
+        try:
+            error, _ = distance(self._with_gradients(lambda: self._grouped(frozen)), self.whole)
+        except Exception as raised:
+            if is_out_of_memory(raised):
+                raise
+            return False
+        return error <= TOLERANCE[self.low]
 
     def _one_moves_others(self) -> str:
         with torch.no_grad():
@@ -161,9 +183,9 @@ class _GroupTrial:
         named = {f"0.{name}": weight for name, weight in self.weights.items()}
         return call_with_weights(ParameterSwap((self.owner,)), named, (run,))
 
-    def _grouped(self) -> Any:
+    def _grouped(self, frozen: FrozenLayers | None = None) -> Any:
         return features_in_groups(self.owner, self.method, self.units, self.groups, self.form,
-                         lambda: {name: self.weights[name] for name in self.trained})  # fmt: skip
+                         lambda: {name: self.weights[name] for name in self.trained}, frozen=frozen)  # fmt: skip
 
     def _with_gradients(self, run: Callable[[], Any]) -> dict[str, Tensor]:
         rows = self._rows(run())

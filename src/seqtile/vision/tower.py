@@ -23,6 +23,7 @@ from seqtile.recognise.decoder_layers import decoder_layers
 from seqtile.recognise.live_weights import foreign_hooks
 from seqtile.recognise.snapshot import SameSettings
 from seqtile.tiling import group_ranges
+from seqtile.vision.frozen_layers import FrozenLayers
 from seqtile.vision.group_node import features_in_groups
 from seqtile.vision.group_proof import GroupProofs
 from seqtile.vision.picture_call import NotCutError, PictureCall
@@ -110,6 +111,10 @@ class VisionTower(StandIn):
             for inner, module in child.named_modules()
         ]  # fmt: skip
 
+    def computing(self) -> list[nn.Module]:
+        """The owner's children that may compute features."""
+        return [child for name, child in self.module.named_children() if name not in self.language]
+
     def weights(self) -> dict[str, Tensor]:
         """The live weights of what may compute features, by their name in the owner."""
         skipped = tuple(f"{name}." for name in self.language)
@@ -128,7 +133,7 @@ class VisionTower(StandIn):
             parts, weights = self.parts(), self.weights()
             modules = [module for _, module in parts]
             self._check(call, parts, weights)
-            proof = self.proofs.of(self.module, modules, call, original, weights)
+            proof = self.proofs.of(self.module, modules, self.computing(), call, original, weights)
             if proof.units is None:
                 raise NotCutError(proof.why_not)
             units = proof.units(call)
@@ -147,9 +152,11 @@ class VisionTower(StandIn):
         # A frozen tower may be told to record a graph, by a hook that makes inputs of checkpoints require gradients.
         with nullcontext() if proof.trained else torch.no_grad():
             changed = SameSettings(modules).changed if proof.trained else str
+            frozen = (FrozenLayers(self.computing(), live().values()) or None) if proof.keeps_frozen else None
             return features_in_groups(
-                self.module, original, units, groups, proof.form, live, changed, live_bytes=self.live_bytes
-            )
+                self.module, original, units, groups, proof.form, live, changed, frozen=frozen,
+                live_bytes=self.live_bytes,
+            )  # fmt: skip
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def _runs_whole(self, method: str, why: str) -> bool:
