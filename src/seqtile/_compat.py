@@ -618,8 +618,8 @@ CAPTURING = "transformers.utils.output_capturing"
 ROUTER_LOGITS = "router_logits"
 
 
-def _requested() -> Mapping[str, list[Tensor]]:
-    """What the current call captures so far, by the name of the output."""
+def _captured() -> Mapping[str, list[Tensor]]:
+    """Tensors that the current call has captured so far, by the name of the output; empty if it requests none."""
     module = sys.modules.get(CAPTURING)
     return (None if module is None else module._active_collector.get()) or {}
 
@@ -630,7 +630,7 @@ def captured_by(hook: Any) -> str | None:
         return None
     names = hook.__code__.co_freevars
     key: str = hook.__closure__[names.index("key")].cell_contents
-    return key if key in _requested() else ""
+    return key if key in _captured() else ""
 
 
 def captures_nothing(hook: Any) -> bool:
@@ -640,19 +640,19 @@ def captures_nothing(hook: Any) -> bool:
 
 def captures_router_logits() -> bool:
     """Whether the current call captures router logits by hooks."""
-    return ROUTER_LOGITS in _requested()
+    return ROUTER_LOGITS in _captured()
 
 
 def capture_router_logits(logits: Iterable[Tensor]) -> None:
-    """Add to what the current call captures."""
-    _requested()[ROUTER_LOGITS].extend(logits)
+    """Add ``logits`` to those that the current call captures."""
+    _captured()[ROUTER_LOGITS].extend(logits)
 
 
 @contextmanager
-def router_logits_apart(asked: bool = True) -> Iterator[list[Tensor]]:
-    """Inside, router logits are captured in this list, not in that of the call around it, if they are asked for."""
+def router_logits_apart(requested: bool = True) -> Iterator[list[Tensor]]:
+    """If requested, capture router logits in this list instead of in the surrounding call's."""
     logits: list[Tensor] = []
-    if not asked:
+    if not requested:
         yield logits
         return
     collector = sys.modules[CAPTURING]._active_collector

@@ -380,37 +380,38 @@ class HostMemory:
 
 
 class Parking(threading.local):
-    """What a checkpoint that moves its input to the host also moves, for the code that runs inside it.
+    """Lets code inside a checkpoint move further tensors to the host, if the checkpoint moves its input there.
 
     Attributes:
-        host: where to; None outside of such a checkpoint.
-        beside: bytes of the input.
-        layers: how many checkpoints a step has.
+        host: the host memory; None outside of such a checkpoint.
+        input_bytes: bytes of the checkpoint's input.
+        checkpoints: counts the checkpoints of a step.
     """
 
     host: HostMemory | None = None
-    beside = 0
-    layers: Callable[[], int] = int
+    input_bytes = 0
+    checkpoints: Callable[[], int] = int
 
     @contextmanager
-    def inside(self, host: HostMemory, beside: int, layers: Callable[[], int]) -> Iterator[None]:
-        """Around the forward of one checkpoint."""
-        self.host, self.beside, self.layers = host, beside, layers
+    def inside(self, host: HostMemory, input_bytes: int, checkpoints: Callable[[], int]) -> Iterator[None]:
+        """Wrap the forward of one checkpoint."""
+        self.host, self.input_bytes, self.checkpoints = host, input_bytes, checkpoints
         try:
             yield
         finally:
             self.host = None
 
     def park(self, tensors: Sequence[Tensor]) -> list[Tensor | OffloadedTensor]:
-        """Start to copy ``tensors`` to the host, those that it has room for; all are used in the backward.
+        """Start to copy to the host those of ``tensors`` that it has room for; the backward needs all of them.
 
         Raises:
-            UserError: with as many of every checkpoint, they do not fit.
+            UserError: the host has no room for as many bytes of every checkpoint.
         """
         host = self.host
         if host is None or not tensors:
             return [*tensors]
-        host.check(self.beside + sum(tensor.nbytes for tensor in tensors), self.layers, tensors[0].device)
+        nbytes = self.input_bytes + sum(tensor.nbytes for tensor in tensors)
+        host.check(nbytes, self.checkpoints, tensors[0].device)
         return [host.park(tensor) if host.has_room(tensor) else tensor for tensor in tensors]
 
 

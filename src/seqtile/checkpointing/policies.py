@@ -293,10 +293,10 @@ class Checkpointing(Watched):
             checkpointed = [policy for policy in self.policies if policy is not None] or [self.policy]
             saved = sum(map(saves_attention, checkpointed))
             nbytes += tokens * kept_per_token(text, hidden.element_size(), width) * saved // len(checkpointed)
-        together = getattr(function, "layers", 1)  # of a segment
+        layers_of_segment = getattr(function, "layers", 1)  # chunked layers share one checkpoint
 
         def checkpoints() -> int:
-            return -(-self.layers() // together)
+            return -(-self.layers() // layers_of_segment)
 
         self.host.check(nbytes, checkpoints, hidden.device)
         self.host.begin_layer()

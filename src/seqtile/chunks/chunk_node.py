@@ -63,9 +63,9 @@ def run_segment(
         What the last layer returns, and the router logits that the layers' hooks capture.
 
     Memory:
-        Between forward and backward: the hidden states, keys and values of every attending layer but the first, whose
-        are projected from the hidden states again, and states at each chunk's beginning. Under a checkpoint that moves
-        its input to the host, keys and values are there too. In the backward: gradients of the segment's keys and
+        Between forward and backward: the hidden states, states at each chunk's beginning, and keys and values of every
+        attending layer but the first, whose keys and values are projected again. If the checkpoint around it moves its
+        input to the host, the keys and values move there too. In the backward: gradients of the segment's keys and
         values, and one chunk's activations in all its layers.
     """
     swap = ParameterSwap(modules)
@@ -102,7 +102,7 @@ def run_segment(
     parked: list[tuple[KeyValues, list[Tensor | OffloadedTensor]]] = []
 
     def before_backward(whole: Sequence[Tensor]) -> None:
-        """Keys and values of the first layer, dropped after the forward, from its input; the others' from the host."""
+        """Project the first layer's keys and values again, dropped after the forward; fetch others from the host."""
         for store, tensors in parked:
             store.keys, store.values = [x if isinstance(x, Tensor) else x.take() for x in tensors]
         if not keeps_graph():

@@ -43,7 +43,7 @@ def _promoted(args: tuple[Any, ...], out: Tensor | None) -> int:
     if len(operands) < 2:
         return 0
     first, second = operands
-    # A plan's grid of pictures is real, and fake tensors ask for no common type with such a one.
+    # torch.result_type refuses a fake tensor beside a real one, such as a plan's grid of pictures.
     common = first.dtype if first.dtype == second.dtype else torch.result_type(first, second)
     copied = sum(operand.numel() for operand in operands if operand.dtype != common and operand.dim())
     if out is not None and out.dtype != common:

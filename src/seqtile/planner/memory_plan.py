@@ -290,9 +290,10 @@ class Planner:
         request, local = self.request, self.local(tokens)
         parts: dict[Phase, Mapping[str, float]] = {**lines.at(local, keep=float(self.resolved(tokens).options.keep))}
         kept = {name: max(terms.get(name, 0.0) for terms in parts.values()) for name in (CHECKPOINTS, KEPT)}
-        # While the head runs, no segment of chunked layers has keys and values but those that it keeps.
+        # While the head runs, segments of chunked layers hold only the keys and values that they keep; in a segment's
+        # backward those of its first layer, which are projected again, come on top.
         kept[KEYS] = max((terms.get(KEYS, 0.0) for phase, terms in parts.items() if phase.part == HEAD), default=0.0)
-        again = max(terms.get(KEYS, 0.0) for terms in parts.values()) - kept[KEYS]
+        projected_again = max(terms.get(KEYS, 0.0) for terms in parts.values()) - kept[KEYS]
         moved = self._moved(kept)
         each = {name: size / max(1, self._keeping[name]) for name, size in kept.items()}
         for step_kind in self.kinds:
@@ -305,7 +306,7 @@ class Planner:
                     step_kind.add_terms(request, self.counts, terms, phase, tokens, bound)
                 if request.options.offload_room:
                     flight = getattr(CONSTANTS["in flight"], bound)
-                    offload_checkpoints(terms, each, flight, moved, again)
+                    offload_checkpoints(terms, each, flight, moved, projected_again)
                 total = self._finish(terms, bound, self._left_over(phase, local))
                 if bound not in peaks or total > peaks[bound].total:
                     peaks[bound] = _Peak(total, phase, terms)

@@ -95,13 +95,13 @@ def read_pictures(
 
 
 def pictures_like(config: Any, tokens: int, picture: int, frame: int) -> Pictures:
-    """Pictures of a row that a vision tower takes no less memory for than for given ones.
+    """Pictures for a plan: a vision tower takes no less memory for them than for those of a row of data.
 
     Args:
         config: the model's configuration.
-        tokens: of the row, those of pictures and frames.
-        picture: tokens of its largest picture; 0 if it has none.
-        frame: tokens of the largest frame of its videos.
+        tokens: visual tokens of the row.
+        picture: tokens of the largest picture; 0 if there is none.
+        frame: tokens of the largest frame of a video; 0 if there is none.
 
     Raises:
         UserError: as :func:`read_pictures`.

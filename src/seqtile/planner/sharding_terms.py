@@ -267,10 +267,10 @@ def _gathered(counts: Counts, phase: Phase) -> float:
 def offload_checkpoints(
     terms: dict[str, float], each: Mapping[str, float], in_flight: float, moved: float = 1.0, stays: float = 0.0
 ) -> None:
-    """Take a share of ``moved`` of what checkpoints keep off the device but for what is in flight.
+    """Subtract the share ``moved`` of what checkpoints keep, except what is in flight.
 
-    ``each`` are the bytes of one checkpoint, by what they are for; ``stays`` those of keys and values that a segment of
-    chunked layers projects again, which never move.
+    ``each`` gives the bytes of one checkpoint by their purpose. ``stays`` are bytes of keys and values that a segment
+    of chunked layers projects again; they never move.
     """
     for name in {CHECKPOINTS, KEPT, KEYS} & terms.keys():
         size, never_moved = terms[name], stays if name == KEYS else 0.0

@@ -63,7 +63,7 @@ def step_seconds(request: Request, counts: Counts, tokens: int, keep: float | No
 def checkpoint_bytes(request: Request, counts: Counts, tokens: int) -> float:
     """Bytes that one rank's checkpoints keep: inputs of layers, and attention's output of the layers that save it.
 
-    Of segments of chunked layers their inputs, and keys and values of every attention but the first one's.
+    With chunks: inputs of segments, and keys and values of attending layers except each segment's first layer.
     """
     itemsize, rows = request.setup().dtype.itemsize, _tokens_of_a_rank(request, tokens)
     if is_in_chunks(request.options, request.row_tokens(tokens), request.batch):

@@ -53,7 +53,7 @@ def seen_inside(module: nn.Module, but: str = "") -> str:
 
     Args:
         module: the module.
-        but: the output that transformers' hooks may capture.
+        but: an output whose capture by transformers' hooks is allowed.
     """
     name: str
     for name, submodule in module.named_modules():

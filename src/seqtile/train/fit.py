@@ -55,7 +55,7 @@ def fit_recipe(recipe: Recipe, nodes: int = 1) -> Fitted:
         with log_level("seqtile.train", logging.CRITICAL + 1):  # the run itself reads the rows again, and reports
             data = read_data(recipe, Path(str(recipe.output)), lambda _: None, decodes=False)
         pictures = largest_pictures(config, data)
-        max_length = max(max_length, pictures.tokens + 1)
+        max_length = max(max_length, pictures.tokens + 1)  # whole pictures of the largest size may exceed the row
     memory = parse_bytes(recipe.fit) if isinstance(recipe.fit, str) else None
     settings = settings_of(recipe)
     fixed = {name: getattr(settings, name) for name in CHOSEN if getattr(recipe.options, name) != DEFAULTS[name]}
@@ -75,7 +75,7 @@ def fit_recipe(recipe: Recipe, nodes: int = 1) -> Fitted:
 
 
 def largest_pictures(config: Any, data: Data) -> Pictures:
-    """Pictures that stand for those of any row of ``data``, some of which has one."""
+    """Pictures to plan with: the tokens of the row with most, each picture as large as the largest of ``data``."""
     summaries = [row_set.summary for row_set in data.sets.values() if row_set.summary is not None]
     return pictures_like(
         config,

@@ -27,8 +27,8 @@ MEDIA_COLUMNS = ("images", "videos", "sizes")
 
 SOURCE_COLUMNS = {"image": "images", "images": "images", "video": "videos", "videos": "videos"}
 
-ORIENTATION, LYING = 0x0112, (5, 6, 7, 8)
-"""The tag of a picture that says how its camera was held, and the values for a quarter turn."""
+ORIENTATION, QUARTER_TURNS = 0x0112, (5, 6, 7, 8)
+"""The Exif tag of a picture's orientation, and its values that swap width and height."""
 
 _SOURCES = ("image", "video", "url", "path", "base64", "image_url", "video_url")
 """Keys of a part that name its file."""
@@ -92,7 +92,7 @@ def place_media(
         messages: with texts, or lists of parts of which those of :func:`media_part` have a source or None.
         columns: the row's own columns of pictures and videos.
         folder: where relative paths begin, if the file is there.
-        decodes: decode every picture once, to see that it can be; else read its size alone.
+        decodes: decode every picture once, which detects broken files; else read its size alone.
 
     Raises:
         RowError: as many parts as files are not there, or a file cannot be read.
@@ -180,7 +180,7 @@ def _read_picture(source: Any, folder: str, decodes: bool) -> tuple[dict[str, An
 
 
 def media_paths(row: Mapping[str, Any]) -> list[str]:
-    """Paths of a row's files."""
+    """Paths of a row's pictures, videos and frames; files given as bytes have none."""
     videos = row.get("videos") or []
     files = [*(row.get("images") or []), *videos, *(frame for video in videos for frame in video["frames"])]
     return [file["path"] for file in files if file["path"]]
@@ -201,10 +201,10 @@ def _open(file: Mapping[str, Any]) -> Any:
 
 
 def _size_in_header(file: Mapping[str, Any]) -> tuple[int, int]:
-    """Width and height of :func:`open_picture`'s result, from the beginning of the file."""
+    """Width and height of :func:`open_picture`'s result, without decoding the pixels."""
     with _open(file) as image:
         width, height = image.size
-        return (height, width) if image.getexif().get(ORIENTATION) in LYING else (width, height)
+        return (height, width) if image.getexif().get(ORIENTATION) in QUARTER_TURNS else (width, height)
 
 
 def _read_video(source: Any, folder: str, decodes: bool) -> tuple[dict[str, Any], list[int]]:

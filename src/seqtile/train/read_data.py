@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 logger = first_rank_logger(__name__)
 
 REDUCES_UNUSED = "set_reduce_scatter_unused_params"
-"""FSDP2's method by which ranks may use different weights; PyTorch 2.13 has it, 2.11 may not."""
+"""FSDP2's method that lets ranks use different weights, from PyTorch 2.13 on."""
 
 
 class Data(NamedTuple):
@@ -57,7 +57,7 @@ def read_data(recipe: Recipe, output: Path, stage: Callable[[str], None], *, dec
         recipe: resolved.
         output: the run's directory, which the trainer's arguments name; nothing is written.
         stage: called with a description of each stage.
-        decodes: decode every picture once, to see that it can be; else read its size alone.
+        decodes: decode every picture once, which detects broken files; else read its size alone.
 
     Raises:
         UserError: rows or settings of which something would be trained that they do not say.
@@ -167,7 +167,7 @@ def refuse_beside_pictures(recipe: Recipe, sets: Mapping[str, RowSet], arguments
                 raise UserError(
                     f"dataset {row_set.source.dataset!r} has rows with pictures and rows without, or with videos, so "
                     "the vision tower would not run as often on every rank, and the ranks would wait for each other; "
-                    "use rows of one kind, or --engine ddp or fsdp2"
+                    "use rows of one kind, --engine ddp, or --engine fsdp2 with PyTorch 2.13 or newer"
                 )
 
 

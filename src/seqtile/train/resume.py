@@ -205,7 +205,7 @@ def check_same_run(
 
 
 def digest_rows(rows: Any) -> str:
-    """A digest of the prepared rows: how many, and what evenly spaced ones and their pictures hold."""
+    """A digest of the prepared rows: their number, and the values and picture files of evenly spaced rows."""
     count = len(rows)
     digest = hashlib.blake2b(repr((count, sorted(rows.column_names))).encode(), digest_size=16)
     plain = rows.with_format("arrow")
@@ -220,7 +220,7 @@ def digest_rows(rows: Any) -> str:
 
 
 def _ends_of_file(path: Path) -> bytes:
-    """Size, beginning and end of a file: a copy of it has the same, whatever its time."""
+    """Size, beginning and end of a file; unlike the modification time they are the same for a copy."""
     size = path.stat().st_size
     with path.open("rb") as file:
         start = file.read(END_BYTES)

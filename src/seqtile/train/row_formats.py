@@ -66,7 +66,7 @@ class RowFormat:
         json_arguments: whether the chat template adds arguments of tool calls up as text; others write objects as JSON.
         media: whether the model takes pictures, so that chats and pairs of messages may have some.
         folder: where relative paths of pictures and videos begin.
-        decodes: whether every picture is decoded once, or its size alone is read.
+        decodes: whether to decode every picture once, or to read its size alone.
     """
 
     key_columns: tuple[str, ...]

@@ -261,7 +261,7 @@ def _build(recipe: Recipe, output: Path, start: Path | None, display: Display) -
 
     if recipe.split > 1:
         check_split(recipe)  # for the first time under a launcher of the user's
-    # The first process of each node decodes for all, but where rows that it leaves out would differ.
+    # The first process of each node decodes for all. With skip_bad_rows all do, so that they leave out the same rows.
     decodes = recipe.skip_bad_rows or not is_launched() or os.environ["LOCAL_RANK"] == "0"
     data = read_data(recipe, output, display.stage, decodes=decodes)
     agree(recipe, data, start)

@@ -125,8 +125,8 @@ class Trainer(SFTTrainer, _SplitLoss):
             model = cast("torch.nn.Module", self.model)
             names = {type(model.get_submodule(layer.name)).__name__ for layer in decoder_layers(model)}
             plugin.transformer_cls_names_to_wrap = sorted(names) or None
-        # Transformers' models for pictures deny it, and so does Ulysses: the tokens of a step would not be counted, and
-        # its micro-batches and ranks would weigh the same, whatever their tokens. TRL divides by that count itself.
+        # Transformers has False here for models for pictures and under Ulysses. It would then not count the tokens of a
+        # step, and average its micro-batches and ranks, whatever their tokens. TRL divides by that count itself.
         self.model_accepts_loss_kwargs = True
         self.run: dict[str, Any] = {}
         self.all_done = False
@@ -329,7 +329,7 @@ class Trainer(SFTTrainer, _SplitLoss):
     def reduce_unused(self) -> None:
         """Have FSDP2 reduce zeros for a vision tower that a rank's rows do not use, as TRL has DDP do.
 
-        Ranks would otherwise reduce buffers of unlike sizes, at which gloo ends the process.
+        Otherwise ranks reduce buffers of different sizes, and gloo aborts the process.
         """
         wrapped: Any = self.model_wrapped
         if self._rows.processor is not None and hasattr(wrapped, REDUCES_UNUSED):

@@ -1,8 +1,8 @@
-"""A frozen tower before a projector that trains: kept is what the projector gets, and its recompute runs no layer.
+"""A frozen tower before a projector that trains: the projector's input is kept, and a recompute runs no frozen layer.
 
-Layers without a weight that trains, whose inputs need no gradient, give zeros in a recompute; what a trained module got
-in the forward takes the place of its inputs. So code between modules runs on shapes that are right. Whether values of
-the frozen layers matter elsewhere shows in the trial of :mod:`seqtile.vision.group_proof`.
+In a recompute, frozen layers whose inputs need no gradient return zeros of the right shape, so that the code between
+modules still runs. A trained module gets the inputs that it got in the forward. The trial of
+:mod:`seqtile.vision.group_proof` detects models in which values of frozen layers matter elsewhere.
 """
 
 from __future__ import annotations
@@ -35,10 +35,9 @@ class FrozenLayers:
         self._results: dict[int, list[Any]] = {}
 
     def _divide(self, module: nn.Module) -> None:
-        """File a module under frozen layers or trained modules, or its children where it has both."""
+        """Add a module to the frozen layers or to the trained modules; divide its children if it has both."""
         if self._is_frozen(module):
-            called = module.children() if isinstance(module, nn.ModuleList) else [module]
-            self._layers += called
+            self._layers += module.children() if isinstance(module, nn.ModuleList) else [module]
         elif isinstance(module, nn.ModuleList) or any(self._is_stack(part) for part in module.modules()):
             for child in module.children():
                 self._divide(child)
@@ -46,7 +45,7 @@ class FrozenLayers:
             self._heads.append(module)
 
     def _is_stack(self, module: nn.Module) -> bool:
-        """Whether it is a list of frozen layers, as a tower has them and a projector has not."""
+        """Whether it is a list of frozen layers, which a tower has and a projector does not."""
         return isinstance(module, nn.ModuleList) and self._is_frozen(module)
 
     def _is_frozen(self, module: nn.Module) -> bool:
@@ -59,12 +58,12 @@ class FrozenLayers:
 
     @contextmanager
     def of(self, index: int) -> Iterator[None]:
-        """Inside, a group runs: first whole, and later with the results of its frozen layers left out."""
+        """Wrap one run of a group: the first one runs whole, a later one skips the frozen layers."""
         again = index in self._inputs
         if not again:
             self._inputs[index], self._results[index] = [], []
         inputs, results = iter([*self._inputs[index]]), iter([*self._results[index]])
-        entered = False  # before, only hooks that make inputs of checkpoints require gradients let a graph begin
+        entered = False  # until a trained module runs, inputs require a gradient only by enable_input_require_grads
 
         def enter(head: nn.Module, args: Any, kwargs: Any) -> Any:
             nonlocal entered
@@ -101,7 +100,7 @@ class FrozenLayers:
 
 
 class _Blank:
-    """What is known of a tensor of which no value is needed."""
+    """Size, dtype and device of a tensor whose values are not needed."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.size, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
@@ -124,7 +123,7 @@ def _detached(value: Any) -> Any:
 
 
 def _kept(value: Any) -> Any:
-    """An input of a trained module; None where it comes from another one."""
+    """An input of a trained module; None if another trained module computes it."""
     return None if _needs_gradient(value) else _detached(value)
 
 
@@ -133,7 +132,7 @@ def _device_of_inputs(args: Any, kwargs: Any) -> torch.device:
 
 
 def _merged(kept: Any, given: Any) -> Any:
-    """Inputs as they were in the forward; of those from trained modules the new ones."""
+    """The inputs kept in the forward, and the new ones from trained modules."""
     if isinstance(given, tuple | list):
         return type(given)(_merged(old, new) for old, new in zip(kept, given, strict=True))
     if isinstance(given, dict):

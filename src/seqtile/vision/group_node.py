@@ -123,8 +123,9 @@ def features_in_groups(
         The result of the whole call, but for what is in :data:`seqtile.vision.feature_form.INNER`.
 
     Cost:
-        Under gradients the products of the tower under one checkpoint. Memory between forward and backward: the pixels
-        and the features; in a forward or backward also what the tower keeps of one group.
+        Under gradients the products of the tower under one checkpoint; with ``frozen`` only the trained modules run
+        again. Memory between forward and backward: the pixels and the features, with ``frozen`` also the
+        inputs of the trained modules; in a forward or backward also what the tower keeps of one group.
     """
     swap, shapes = ParameterSwap((owner,)), dict[int, GroupShapes]()
     few = live_bytes is not None and len(groups) > 4

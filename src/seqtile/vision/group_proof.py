@@ -35,14 +35,14 @@ class GroupProof:
         units: what they are cut into; None where they run whole.
         form: of their results.
         trained: names of the weights that get a gradient.
-        keeps_frozen: whether a recompute leaves out the frozen layers before what trains.
+        skips_frozen: whether a recompute leaves out the frozen layers before what trains.
         why_not: why they run whole, or why larger parts than frames are cut, or "".
     """
 
     units: type[Units] | None = None
     form: Form = FeatureTensor(False)
     trained: tuple[str, ...] = ()
-    keeps_frozen: bool = False
+    skips_frozen: bool = False
     why_not: str = ""
 
 
@@ -97,8 +97,8 @@ def _try_ways(
             with _in_evaluation(modules), inside("trial"):
                 trial = _GroupTrial(owner, units, call, method, weights)
                 if not (why := trial.differs()):
-                    keeps_frozen = trial.keeps_frozen(computing)
-                    return GroupProof(units, trial.form, trial.trained, keeps_frozen, "; ".join(reasons))
+                    skips_frozen = trial.skips_frozen(computing)
+                    return GroupProof(units, trial.form, trial.trained, skips_frozen, "; ".join(reasons))
         except Exception as error:
             if is_out_of_memory(error):  # tells nothing of the model
                 raise
@@ -149,7 +149,7 @@ class _GroupTrial:
         error, name = distance(grouped, whole)
         return "" if error <= TOLERANCE[self.low] else f"{name} is off by {error:.1g}"
 
-    def keeps_frozen(self, computing: Sequence[nn.Module]) -> bool:
+    def skips_frozen(self, computing: Sequence[nn.Module]) -> bool:
         """Whether groups give the same gradients without frozen layers in their recompute."""
         frozen = FrozenLayers(computing, [self.live[name] for name in self.trained])
         if not (self.trained and frozen):

@@ -152,7 +152,7 @@ class VisionTower(StandIn):
         # A frozen tower may be told to record a graph, by a hook that makes inputs of checkpoints require gradients.
         with nullcontext() if proof.trained else torch.no_grad():
             changed = SameSettings(modules).changed if proof.trained else str
-            frozen = (FrozenLayers(self.computing(), live().values()) or None) if proof.keeps_frozen else None
+            frozen = (FrozenLayers(self.computing(), live().values()) or None) if proof.skips_frozen else None
             return features_in_groups(
                 self.module, original, units, groups, proof.form, live, changed, frozen=frozen,
                 live_bytes=self.live_bytes,

@@ -56,7 +56,7 @@ class KeyValues:
         """Buffers of the gradients, in fp32 for low precision; new where the last chunk's backward begins."""
         assert self.keys is not None and self.values is not None
         if self._gradients is None or end == self.tokens:
-            # Of 128 chunks a sum in bf16 is off by 2.4 times as much.
+            # The error of a sum in bf16 over 128 chunks is 2.4 times that of a sum in fp32.
             sums = [torch.float32 if x.dtype in LOW else x.dtype for x in (self.keys, self.values)]
             self._gradients = (
                 torch.zeros_like(self.keys, dtype=sums[0]), torch.zeros_like(self.values, dtype=sums[1]),
@@ -64,7 +64,7 @@ class KeyValues:
         return self._gradients
 
     def take(self) -> tuple[Tensor, Tensor]:
-        """Keys and values, which are here no more; whoever takes them puts them back before a backward."""
+        """Hand over keys and values; the caller must put them back before a backward."""
         assert self.keys is not None and self.values is not None
         taken, self.keys, self.values = (self.keys, self.values), None, None
         return taken
