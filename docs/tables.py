@@ -123,11 +123,24 @@ def choices() -> Iterator[str]:
     yield f"{source(rows[0])}."
 
 
+def choice_times() -> Iterator[str]:
+    """One line a setting, fastest first by estimate: expected and measured times, as shares of the fastest."""
+    rows = sorted(read_rows("choice-times"), key=lambda row: float(row["expected_seconds"]))
+    yield "| setting | expected | measured |"
+    yield "|---|---|---|"
+    for row in rows:
+        shares = (row[key] / rows[0][key] for key in ("expected_seconds", "seconds"))
+        words = ", ".join(f"{name} {value if value is not None else 'none'}" for name, value in row["choice"].items())
+        yield f"| {' | '.join([f'`{words}`', *(f'{share:.2f}' for share in shares)])} |"
+    yield ""
+    yield f"{rows[0]['tokens']:,} tokens, {rows[0]['seconds']:.1f} s the fastest. {source(rows[0])}."
+
+
 def table(name: str) -> str:
     """Markdown of the table ``name``."""
     kinds = {
         "plan-accuracy": accuracy, "plan-published": published, "plan-constants": constants, "frames": frames,
-        "choices": choices,
+        "choices": choices, "choice-times": choice_times,
     }  # fmt: skip
     return "\n".join(kinds[name]() if name in kinds else ladder(name))
 

@@ -14,9 +14,10 @@ from oom_faults import Fault
 from seqtile._compat import end_process
 from seqtile.cli import worker
 from seqtile.planner import chooser
+from seqtile.train import retry
 from seqtile.train import run as runs
 
-chooser.SMALLEST_TILE, chooser.TILE_STEP = 1, 2
+chooser.SMALLEST_TILE, retry.TILE_STEP = 1, 2
 
 
 def main(folder: Path) -> int:

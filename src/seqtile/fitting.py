@@ -36,7 +36,7 @@ from seqtile.options import DEFAULTS, TilingOptions, changed, unknown_keys
 from seqtile.planner.accelerators import DEVICES, Device, device_here, find_device
 from seqtile.planner.chooser import CHOSEN, Chosen, DoesNotFit, choose_settings
 from seqtile.planner.estimate import Estimate
-from seqtile.planner.explain import next_step, planned_offload
+from seqtile.planner.explain import other_step, planned_offload
 from seqtile.planner.memory_plan import Planner
 from seqtile.planner.model_errors import in_one_sentence
 from seqtile.planner.names import STATE_BYTES
@@ -258,9 +258,7 @@ def choose(
     packed: bool = False,
     checkpointed: bool = False,
 ) -> Choice:
-    """The settings that cost least time among those that fit, by :func:`seqtile.planner.chooser.choose_settings`.
-
-    A vision tower is first planned in groups, and runs whole where that fits beside what is chosen.
+    """:func:`choose_to_fit`, whose error says what would help.
 
     Args:
         request: what is planned.
@@ -273,13 +271,39 @@ def choose(
     Raises:
         RunError: nothing fits; with the longest length that does, and what would help.
     """
+    try:
+        return choose_to_fit(
+            request, max_length, fixed, can_offload=can_offload, packed=packed, checkpointed=checkpointed
+        )
+    except DoesNotFit as error:
+        raise RunError(f"{error}; {_what_helps(error)}") from None
+
+
+def choose_to_fit(
+    request: Request,
+    max_length: int,
+    fixed: Mapping[str, Any],
+    *,
+    can_offload: bool,
+    packed: bool = False,
+    checkpointed: bool = False,
+    like: Planner | None = None,
+) -> Choice:
+    """The settings that cost least time among those that fit, by :func:`seqtile.planner.chooser.choose_settings`.
+
+    A vision tower is first planned in groups, and runs whole where that fits beside what is chosen.
+
+    Args:
+        request, max_length, fixed, can_offload, packed, checkpointed: of :func:`choose`.
+        like: a plan of the same model, whose fake runs are used again.
+
+    Raises:
+        DoesNotFit: with the longest length that does.
+    """
     cuts_tower = request.pictures is not None and request.options.vision is None and "vision" not in fixed
     if cuts_tower:
         request = changed(request, vision="auto")
-    try:
-        chosen = choose_settings(request, max_length, fixed, can_offload=can_offload, checkpointed=checkpointed)
-    except DoesNotFit as error:
-        raise RunError(f"{error}; {_what_helps(error)}") from None
+    chosen = choose_settings(request, max_length, fixed, can_offload=can_offload, checkpointed=checkpointed, like=like)
     whole = _with_whole_tower(request, chosen, max_length) if cuts_tower and chosen.sure else None
     chosen = whole or chosen
     estimate = chosen.estimate
@@ -326,8 +350,8 @@ def _with_whole_tower(request: Request, chosen: Chosen, max_length: int) -> Chos
 
 
 def _what_helps(error: DoesNotFit) -> str:
-    """The one setting that buys most length, or devices and adapters."""
-    step = next_step(error.planner, error.longest)
+    """What buys most length beside the settings, or devices and adapters."""
+    step = other_step(error.planner, error.longest)
     if step is None:
         return "use more or larger devices, or adapters (lora, qlora)"
     setting = re.sub(r"--(\S+) (\S+)", lambda flag: f"{flag[1].replace('-', '_')}: {flag[2]}", step.flags)

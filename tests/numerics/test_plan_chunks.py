@@ -199,7 +199,7 @@ def test_chunks_are_the_next_step_where_nothing_else_is_left(caplog: pytest.LogC
     )
     longest, _ = planner.longest()
     step = next_step(planner, longest)
-    assert step is not None and step.flags.startswith("--chunk auto") and step.length > 1.2 * longest
+    assert step is not None and "--chunk auto" in step.flags and step.length > 1.2 * longest
     chunk = CHUNKS_OF_SEGMENTS if "segment" in step.flags else CHUNKS
-    assert Planner(chunk.on(planner.request)).longest()[0] == step.length
+    assert Planner(chunk.on(changed(planner.request, offload=False))).longest()[0] >= step.length
     assert not [record for record in caplog.records if record.name.startswith("seqtile")]

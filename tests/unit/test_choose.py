@@ -21,14 +21,16 @@ from seqtile.cli import main
 from seqtile.options import WHOLE_LAYER, TilingOptions, checkpoint_of, layer_policies
 from seqtile.planner import chooser as module
 from seqtile.planner.accelerators import Device
-from seqtile.planner.chooser import choose_settings, tighter
+from seqtile.planner.chooser import choose_settings
 from seqtile.planner.estimate import Bounds
 from seqtile.planner.request import Request
+from seqtile.planner.sharding_terms import CONSTANTS
 from seqtile.planner.step_config import Lora
 from seqtile.train import fit as fits
 from seqtile.train import launch, run
 from seqtile.train.recipe import Recipe, build_recipe, read_recipe, resolve
 from seqtile.train.resume import resumed_recipe
+from seqtile.train.retry import tighter
 from tiny_models import build, tiny_config
 
 GIB = 2**30
@@ -96,7 +98,9 @@ class Planned:
     def estimate(self, tokens: int) -> Any:
         bytes_taken = takes(self.request.options)
         bounds = Bounds(*(GIB * (bytes_taken + more) for more in (-self.spread, 0, self.spread)))
-        return SimpleNamespace(device=bounds, peak_at="head", square=False, moved=1.0)
+        beside_tiles = GIB * takes(replace(self.request.options, tile=1)) - CONSTANTS["context"].expected
+        terms = {"weights": beside_tiles}
+        return SimpleNamespace(device=bounds, peak_at="head", square=False, moved=1.0, terms=terms)
 
     def fits(self, estimate: Any) -> bool:
         return bool(estimate.device.expected <= self.request.device.memory)
@@ -320,6 +324,22 @@ def test_a_host_without_room_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     for memory in range(20, 100, 8):
         assert not ask(memory, lora=Lora(4), given={"chunk": None} if memory > 30 else None).settings.offload
     assert planned and not any(planned)
+
+
+def test_smaller_tiles_are_not_planned_where_they_are_not_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned: list[Any] = []
+
+    def estimate(self: Planned, tokens: int, original: Any = Planned.estimate) -> Any:
+        planned.append(self.request.options.tile)
+        return original(self, tokens)
+
+    monkeypatch.setattr(Planned, "estimate", estimate)
+    given = {"chunk": None, "offload": False}
+    assert ask(27, lora=Lora(4), given=given).settings.tile < TILE and min(planned) < TILE
+    planned.clear()
+    with pytest.raises(RunError):
+        ask(18, lora=Lora(4), given=given)
+    assert planned and min(planned) == TILE
 
 
 def test_a_model_whose_attention_runs_whole_keeps_it_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,7 +82,7 @@ def plan(request, max_length, like=None):
     found["the recipe of a plan"] = explain.recipe(planner, 4096)["dummy"]
     raise SystemExit
 
-from seqtile.planner.chooser import tighter
+from seqtile.train.retry import tighter
 from seqtile.planner.techniques import ABLATION
 
 def laddered(request):

@@ -39,4 +39,4 @@ def test_the_tables_of_planning_are_the_files() -> None:
     assert text == tables.page(), "python docs/tables.py"
     shown = {name for _, name, _ in tables.MARKED.findall(text)}
     ladders = {path.stem for path in tables.RESULTS.glob("ladder-*.jsonl")}
-    assert shown == ladders | {"choices", "frames", "plan-accuracy", "plan-constants", "plan-published"}
+    assert shown == ladders | {"choices", "choice-times", "frames", "plan-accuracy", "plan-constants", "plan-published"}

@@ -18,8 +18,8 @@ from seqtile.cli.flags import flag, option_flags, options_of, takes
 from seqtile.options import DEFAULTS
 
 if TYPE_CHECKING:
-    from seqtile.fitting import Choice
     from seqtile.planner.explain import NextSetting
+    from seqtile.planner.memory_plan import Planner
     from seqtile.planner.request import Request
     from seqtile.planner.step_config import Lora
 
@@ -89,10 +89,8 @@ def command(flags: PlanFlags) -> None:
         from seqtile.planner.model_errors import in_one_sentence
 
         with in_one_sentence(request.config):
-            choice, refusal = _choice_for(request, flags.max_length)
-            if choice is not None:
-                request = replace(request, options=choice.options)
-            planned = make_plan(request, flags.max_length, like=None if choice is None else choice.planner)
+            request, like, why = _with_choice(request, flags.max_length)
+            planned = make_plan(request, flags.max_length, like=like)
         planner, estimate, longest, limit, _ = planned
         nothing_fits = flags.max_length is None and not longest
         if nothing_fits and not flags.json:
@@ -109,35 +107,35 @@ def command(flags: PlanFlags) -> None:
         if not (flags.json or flags.max_length is None or not fits or not longest):
             return None
         with status(flags.json, "planning settings for longer sequences"):
-            return next_step(planner, longest, flags.max_length or 0)
+            return next_step(planner, longest, flags.max_length or 0, settings["options"])
 
     if nothing_fits:
         show.print_object(planned, None, better(), by_split())
         raise RunError(why_nothing_fits(planner.request, estimate, limit))
     show.show_plan(
         planned, flags.max_length, as_json=flags.json, reasons=flags.explain, recipe_file=flags.recipe,
-        better=better, by_split=by_split, why=choice.why if choice is not None else refusal,
+        better=better, by_split=by_split, why=why,
     )  # fmt: skip
     if not fits:
         raise typer.Exit(RUN_ERROR)
 
 
-def _choice_for(request: Request, max_length: int | None) -> tuple[Choice | None, tuple[str, ...]]:
-    """What ``seqtile.fit`` would choose for a length alone, or why nothing can be; neither where settings are given.
-
-    The host is considered where its memory is given.
+def _with_choice(request: Request, max_length: int | None) -> tuple[Request, Planner | None, tuple[str, ...]]:
+    """``request`` with what ``seqtile.fit`` would choose for a length alone, or with the settings that hold least where
+    none fit; its plan, and why. As it is where settings are given. The host is considered where its memory is given.
     """
-    from seqtile.fitting import choose
-    from seqtile.planner.chooser import CHOSEN
+    from seqtile.fitting import choose_to_fit
+    from seqtile.planner.chooser import CHOSEN, DoesNotFit
 
     given = [name for name in CHOSEN if getattr(request.options, name) != {**DEFAULTS, "checkpoint": "auto"}[name]]
     supervised = request.has_recipe and request.pictures is None  # pictures are planned with the settings given
     if max_length is None or given or not supervised or request.options.loss is None:
-        return None, ()
+        return request, None, ()
     try:
-        return choose(request, max_length, {}, can_offload=request.host_memory is not None), ()
-    except RunError as error:
-        return None, (str(error),)
+        choice = choose_to_fit(request, max_length, {}, can_offload=request.host_memory is not None)
+    except DoesNotFit as error:
+        return error.planner.request, error.planner, ()
+    return replace(request, options=choice.options), choice.planner, choice.why
 
 
 def _check_flags(flags: PlanFlags) -> None:

@@ -24,8 +24,10 @@ from seqtile.headwise.install_heads import runs_on_some_heads
 from seqtile.options import DEFAULTS, WHOLE_LAYER, TilingOptions, changed, checkpoint_of, layer_policies, offload_of
 from seqtile.planner.estimate import Estimate
 from seqtile.planner.flops import count_work, is_in_chunks
+from seqtile.planner.live_at_peaks import CHECKPOINTS, GRADIENTS, OPTIMIZER, WEIGHTS
 from seqtile.planner.memory_plan import WORTH, Planner
 from seqtile.planner.request import Request, attention_cannot_be_saved
+from seqtile.planner.sharding_terms import CONSTANTS
 from seqtile.planner.step_time import spoken, step_seconds
 from seqtile.planner.techniques import CHUNKS, CHUNKS_OF_SEGMENTS, MINIMAL_MEMORY, can_stream
 from seqtile.rules import refused
@@ -46,6 +48,9 @@ GAIN = 0.005
 SLOW_GAIN = 0.15
 """Share that minimal memory has to be able to save to be planned beside what fits without it: its fake runs take half a
 minute for a model of 8B, since each group of heads has operators of its own."""
+
+HELD = (WEIGHTS, GRADIENTS, OPTIMIZER, CHECKPOINTS)
+"""Terms of a plan that hold as much whatever the tiles are."""
 
 HIDDEN_SIZES = 7
 """Hidden states that a decoder layer without a checkpoint keeps, beside gate and up: 7.6 of Llama-8B, 9.8 with
@@ -92,20 +97,28 @@ class _Plan:
     planner: Planner
     estimate: Estimate
     seconds: float
+    is_outlook: bool
 
     @property
     def fits(self) -> bool:
-        return self.planner.fits_at_the_high_estimate(self.estimate)
+        holds = self.planner.fits if self.is_outlook else self.planner.fits_at_the_high_estimate
+        return holds(self.estimate)
 
     @property
     def spare(self) -> float:
-        """Bytes of the device that the high estimate leaves."""
-        return self.planner.request.device.memory - self.estimate.device.high
+        """Bytes of the device that the estimate leaves."""
+        return self.planner.request.device.memory - self.bytes
+
+    @property
+    def bytes(self) -> float:
+        """Of the device, by the estimate that has to fit."""
+        return self.estimate.device.expected if self.is_outlook else self.estimate.device.high
 
 
 def choose_settings(
-    request: Request, tokens: int, fixed: Mapping[str, Any], *, can_offload: bool, checkpointed: bool = False
-) -> Chosen:
+    request: Request, tokens: int, fixed: Mapping[str, Any], *, can_offload: bool, checkpointed: bool = False,
+    like: Planner | None = None, outlook: bool = False,
+) -> Chosen:  # fmt: skip
     """The settings with which a step of rows of ``tokens`` tokens takes least time, at the high estimate.
 
     Where none fits at the high one: the least memory of those that fit at the expected one, without slow tiles.
@@ -117,24 +130,27 @@ def choose_settings(
         fixed: those of :data:`CHOSEN` that are not to be chosen.
         can_offload: whether checkpoints can be moved to the host.
         checkpointed: whether every layer is checkpointed whatever is chosen.
+        like: a plan of the same model, whose fake runs are used again.
+        outlook: whether the expected estimate is enough, and minimal memory, which is slow to plan, is tried last.
 
     Raises:
         DoesNotFit: names the longest sequence that fits with any settings.
     """
-    return _Chooser(request, tokens, fixed, can_offload, checkpointed).choose()
+    return _Chooser(request, tokens, fixed, can_offload, checkpointed, like, outlook).choose()
 
 
 class _Chooser:
     """One choice: see :func:`choose_settings`."""
 
     def __init__(
-        self, request: Request, tokens: int, fixed: Mapping[str, Any], can_offload: bool, checkpointed: bool
-    ) -> None:
+        self, request: Request, tokens: int, fixed: Mapping[str, Any], can_offload: bool, checkpointed: bool,
+        like: Planner | None = None, outlook: bool = False,
+    ) -> None:  # fmt: skip
         self.request, self.tokens, self.fixed = request, tokens, fixed
-        self.can_offload, self.checkpointed = can_offload, checkpointed
+        self.can_offload, self.checkpointed, self.outlook = can_offload, checkpointed, outlook
         sizes = ("tile", "loss_tile") if request.options.loss else ("tile",)
         tiles = {name: fixed.get(name, "auto") for name in sizes}
-        self.first = Planner(changed(request, checkpoint="layer", keep=0.0, **tiles), tokens)
+        self.first = Planner(changed(request, checkpoint="layer", keep=0.0, **tiles), tokens, like=like)
         resolved = self.first.resolved(tokens).options
         tiles = {name: getattr(resolved, name) for name in sizes}
         if can_carry(self.first.built.model) and fixed.get("chunk") is None:
@@ -147,27 +163,40 @@ class _Chooser:
             raise UserError("got settings that exclude each other with this model and device; drop some of them")
 
     def choose(self) -> Chosen:
+        best, tried = self.best()
+        if best is not None:
+            return self.chosen(best, not self.outlook)
+        possible = [plan for plan in tried if plan.planner.fits(plan.estimate)]
+        if not possible:
+            raise self.nothing_fits(tried)
+        with_auto_tiles = [plan for plan in possible if plan.settings.tile == self.auto.tile] or possible
+        return self.chosen(min(with_auto_tiles, key=lambda plan: plan.estimate.device.expected), False)
+
+    def best(self) -> tuple[_Plan | None, list[_Plan]]:
+        """The fastest plan that fits at the high estimate, and the first one of each base that was planned."""
         tried: list[_Plan] = []
         best: _Plan | None = None
         # Of equal ones the first, which is simpler.
-        for least, base in sorted(((self.least_seconds(base), base) for base in self.possible), key=itemgetter(0)):
-            gain = SLOW_GAIN if base.heads is not None and "heads" not in self.fixed else GAIN
-            if best is not None and least > (1 - gain) * best.seconds:
+        for least, base in sorted(((self.worth_less_than(base), base) for base in self.possible), key=itemgetter(0)):
+            if best is not None and least >= best.seconds:
                 continue
             if self.at_least(base) > self.request.device.memory:
+                continue
+            if any(smaller_tiles_are_not_enough(plan, base) for plan in tried):
                 continue
             plan = self.first_plan(base)
             tried.append(plan)
             if plan.fits:
                 spent = self.spend(plan)
                 best = spent if best is None or spent.seconds < best.seconds else best
-        if best is not None:
-            return self.chosen(best, True)
-        possible = [plan for plan in tried if plan.planner.fits(plan.estimate)]
-        if not possible:
-            raise self.nothing_fits(tried)
-        with_auto_tiles = [plan for plan in possible if plan.settings.tile == self.auto.tile] or possible
-        return self.chosen(min(with_auto_tiles, key=lambda plan: plan.estimate.device.expected), False)
+        return best, tried
+
+    def worth_less_than(self, base: TilingOptions) -> float:
+        """Seconds of another choice below which this base cannot be worth its plan."""
+        slow = base.heads is not None and "heads" not in self.fixed
+        if slow and self.outlook:
+            return math.inf
+        return self.least_seconds(base) / (1 - (SLOW_GAIN if slow else GAIN))
 
     def bases(self) -> Iterator[TilingOptions]:
         """Settings that bound memory, with nothing spent; what is given stays as it is."""
@@ -187,7 +216,7 @@ class _Chooser:
             settings = replace(auto, checkpoint="layer", offload=offload_of(checkpoints, weights), **bound)
             if divisor > 1:
                 whole = auto.tile if isinstance(auto.tile, int) else self.first.local(self.tokens) * self.request.batch
-                settings = replace(settings, **_smaller(replace(auto, tile=whole), divisor))
+                settings = replace(settings, **smaller_tiles(replace(auto, tile=whole), divisor))
             settings = replace(settings, **given)
             if not self.request.options.tiled:
                 settings = settings.without_blocks()
@@ -289,6 +318,8 @@ class _Chooser:
     def first_plan(self, base: TilingOptions) -> _Plan:
         """The first plan of a base: with all bought that is free or surely fits, or else with nothing."""
         settings, needed = base, self.at_least(base)
+        if base.heads is not None:  # slow to plan, and taken where memory is short
+            return self.plan(base)
         while offers := self.by_worth(settings):
             _, cost, on = offers[0]
             if cost > 0 and needed + cost > self.request.device.memory / 2:
@@ -322,7 +353,7 @@ class _Chooser:
             else:
                 too_many = guess
             # What a layer takes by the two plans that are known is better than the first guess.
-            each = (tried.estimate.device.high - plan.estimate.device.high) / guess
+            each = (tried.bytes - plan.bytes) / guess
             guess = min(too_many - 1, int(plan.spare // each) if each > 0 else self.layers)
             if guess >= too_many or (guess <= most and not tried.fits):
                 guess = (most + too_many) // 2
@@ -348,7 +379,7 @@ class _Chooser:
         planner = Planner(replace(self.request, options=settings), self.tokens, like=self.first)
         estimate = planner.estimate(self.tokens)
         self.first.share(planner)
-        return _Plan(settings, planner, estimate, planner.seconds(self.tokens, estimate.moved))
+        return _Plan(settings, planner, estimate, planner.seconds(self.tokens, estimate.moved), self.outlook)
 
     def at_least(self, settings: TilingOptions) -> float:
         return self.planner_of(settings).at_least(self.tokens)
@@ -444,19 +475,16 @@ class _Chooser:
         ]
 
 
-def tighter(settings: TilingOptions, *, can_offload: bool) -> TilingOptions | None:
-    """The next settings that hold less, without a plan: smaller tiles, less kept, the host; None at the end."""
-    smaller = replace(settings, **_smaller(settings, TILE_STEP), keep=0.0)
-    if smaller != settings:
-        return smaller
-    if settings.checkpoint != "layer":
-        return replace(settings, checkpoint="layer")
-    if not can_offload or settings.offload_room:
-        return None
-    return replace(settings, offload=offload_of(checkpoints=True, weights=settings.weights_on_host))
+def smaller_tiles_are_not_enough(plan: _Plan, base: TilingOptions) -> bool:
+    """Whether ``base`` has only smaller tiles than ``plan``, in which what no tile holds does not fit."""
+    sizes: dict[str, Any] = {"tile": plan.settings.tile, "loss_tile": plan.settings.loss_tile}
+    if replace(base, **sizes) != plan.settings:
+        return False
+    held = sum(plan.estimate.terms.get(name, 0.0) for name in HELD) + CONSTANTS["context"].expected
+    return held > plan.planner.request.device.memory
 
 
-def _smaller(settings: TilingOptions, times: int) -> dict[str, Any]:
+def smaller_tiles(settings: TilingOptions, times: int) -> dict[str, Any]:
     """Tiles of ``settings`` that are ``times`` smaller; a rule stays."""
     both = {"tile": settings.tile, "loss_tile": settings.loss_tile}
     return {
@@ -468,16 +496,16 @@ def _smaller(settings: TilingOptions, times: int) -> dict[str, Any]:
 def would_avoid(
     request: Request, settings: TilingOptions, tokens: int, short: int, *, can_offload: bool
 ) -> tuple[Estimate, str | None]:
-    """The estimate of ``settings``, and the first tighter ones whose plan is ``short`` bytes lower, or None."""
+    """The estimate of ``settings``, and what would be chosen for a device that is full ``short`` bytes below it."""
     planner = Planner(replace(request, options=settings), tokens)
-    now, settings_below = planner.estimate(tokens), tighter(settings, can_offload=can_offload)
-    while settings_below is not None:
-        estimate = Planner(replace(request, options=settings_below), tokens, like=planner).estimate(tokens)
-        less = now.device.expected - estimate.device.expected
-        if less >= short:
-            return now, f"{changes(settings, settings_below)} ({less / GIB:,.2f} GiB less by the plan)"
-        settings_below = tighter(settings_below, can_offload=can_offload)
-    return now, None
+    now = planner.estimate(tokens)
+    smaller = replace(request, device=replace(request.device, memory=int(now.device.high) - short))
+    best, _ = _Chooser(smaller, tokens, {}, can_offload, checkpointed=False, like=planner).best()
+    if best is None:
+        return now, None
+    less = (now.device.expected - best.estimate.device.expected) / GIB
+    by_plan = f"{less:,.2f} GiB less, {spoken(best.seconds)} a step, by the plan"
+    return now, f"{changes(settings, best.settings)} ({by_plan})"
 
 
 def changes(settings: TilingOptions, changed_settings: TilingOptions) -> str:
@@ -486,7 +514,7 @@ def changes(settings: TilingOptions, changed_settings: TilingOptions) -> str:
     for name in CHOSEN:
         value = getattr(changed_settings, name)
         if value != getattr(settings, name):
-            keys.append(f"{name}: {str(value).lower() if isinstance(value, bool) else value}")
+            keys.append(f"{name}: {'none' if value is None else str(value).lower()}")
     return ", ".join(keys)
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 from seqtile._errors import UserError
@@ -11,7 +14,8 @@ from seqtile.install.checkpoints import recomputed
 from seqtile.models.configs import named_scaling
 from seqtile.models.rope_scaling import scaling_for
 from seqtile.ops.attention.backends import recommended
-from seqtile.options import DEFAULTS, WRITTEN, offload_of
+from seqtile.options import DEFAULTS, WRITTEN, TilingOptions, changed, offload_of, to_flag
+from seqtile.planner.chooser import CHOSEN, DoesNotFit, choose_settings
 from seqtile.planner.estimate import Estimate
 from seqtile.planner.kinds import step_kinds_of
 from seqtile.planner.live_at_peaks import CHECKPOINTS, KEPT, KEPT_TILES
@@ -19,21 +23,8 @@ from seqtile.planner.memory_plan import LONGEST, Planner
 from seqtile.planner.model_errors import in_one_sentence
 from seqtile.planner.request import Request
 from seqtile.planner.step_config import Grpo, Lora
-from seqtile.planner.techniques import (
-    CHECKPOINTS_ON_HOST,
-    CHUNKS,
-    CHUNKS_OF_SEGMENTS,
-    LAYER_CHECKPOINTS,
-    MINIMAL_MEMORY,
-    SEGMENTS,
-    STATE_TILES,
-    TILED_LOSS,
-    TILED_MLP,
-    WEIGHTS_ON_HOST,
-    Dial,
-    can_stream,
-)
-from seqtile.state.state_layers import can_carry
+from seqtile.planner.step_time import spoken
+from seqtile.planner.techniques import TILED_LOSS, TILED_MLP, Dial, offload_flag
 
 NOT_MODELLED = (
     "fragmentation and driver context beyond the stated bounds",
@@ -84,7 +75,6 @@ class NextSetting:
 FLASH_ATTENTION = Dial(
     "flash attention", {"attention": "flash"}, "no mask and no repeated keys and values", "--attention flash"
 )
-NOTHING_KEPT = Dial("nothing kept", {"keep": 0.0}, "gate and up are recomputed in every tile", "--keep 0")
 OPTIMIZER_ON_HOST = Dial("optimizer on the host", {"engine_offload": ("optimizer",)}, "optimizer states in host memory")
 ZERO3 = Dial("ZeRO-3", {"engine": "zero3"}, "weights, gradients and states are sharded", "--engine zero3")
 EIGHT_BIT_STATES = Dial(
@@ -98,18 +88,17 @@ def sleeping(grpo: Grpo | None) -> Dial:
     return Dial("sleeping generator", changes, "vLLM frees its memory during the step", "--generator sleep")
 
 
-SLOW_TO_PLAN = (MINIMAL_MEMORY, CHUNKS, CHUNKS_OF_SEGMENTS, SEGMENTS)
+def next_step(planner: Planner, longest: int, asked: int = 0, given: TilingOptions | None = None) -> NextSetting | None:
+    """What buys most length, or the first that doubles it and reaches what was asked; None where nothing buys any.
 
-
-def next_step(planner: Planner, longest: int, asked: int = 0) -> NextSetting | None:
-    """The setting that buys most length, or the cheapest that doubles it and reaches what was asked; None if none buys.
+    What costs no time comes first, then the fastest settings for twice the length, then other engines and optimizers.
 
     Args:
         planner: of what is planned.
         longest: tokens that fit with it.
         asked: tokens that should fit; 0 where none were named.
+        given: the options of the command to which flags are added; by default those of the plan.
     """
-    best: NextSetting | None = None
     request = planner.request
     furthest = request.positions or LONGEST
     if asked > furthest:  # with rotary scaling
@@ -117,31 +106,80 @@ def next_step(planner: Planner, longest: int, asked: int = 0) -> NextSetting | N
         longest = max(longest, planner.longest_beyond())
     if longest >= furthest:
         return None
-    for technique in proposals(planner):
-        if technique in SLOW_TO_PLAN and best is not None:
-            break  # many small kernels, and fake runs of many operators: for where nothing else is left
-        try:
-            with in_one_sentence(request.config):
-                candidate = Planner(technique.on(request), like=planner)
-                if candidate.at_least(longest + 1) > request.device.memory:
-                    continue
-                length, _ = candidate.longest(furthest=furthest)
-        except UserError:  # refused, or a step of the model's code that does not run so
-            continue
-        if length > longest and (best is None or length > best.length):
-            best = NextSetting(technique.flags_for(request), length, technique.why)
-            if length >= max(asked, 2 * longest):
-                return best
+    target = max(asked, min(2 * longest, furthest))
+    free, dear = proposals(planner)
+    best: NextSetting | None = None
+    for step in chain(
+        _longer(planner, free, longest, furthest), _other_settings(planner, longest, target, given or request.options),
+        _longer(planner, dear, longest, furthest),
+    ):  # fmt: skip
+        if best is None or step.length > best.length:
+            best = step
+        if best.length >= target:
+            break
     return best
 
 
-def proposals(planner: Planner) -> list[Dial]:
-    """Techniques that the request does not use, cheapest in time first."""
+def other_step(planner: Planner, longest: int) -> NextSetting | None:
+    """What buys most length where no settings do: the same without other settings."""
+    furthest = planner.request.positions or LONGEST
+    free, dear = proposals(planner)
+    return max(_longer(planner, (*free, *dear), longest, furthest), key=lambda step: step.length, default=None)
+
+
+def _longer(planner: Planner, dials: Iterable[Dial], longest: int, furthest: int) -> Iterator[NextSetting]:
+    """Those of ``dials`` with which more than ``longest`` tokens fit."""
+    request = planner.request
+    for dial in dials:
+        # Left out: what is refused, and a step of the model's code that does not run so.
+        with suppress(UserError), in_one_sentence(request.config):
+            candidate = Planner(dial.on(request), like=planner)
+            if candidate.at_least(longest + 1) > request.device.memory:
+                continue
+            length, _ = candidate.longest(furthest=furthest)
+            if length > longest:
+                yield NextSetting(dial.flags_for(request), length, dial.why)
+
+
+def _other_settings(planner: Planner, longest: int, target: int, given: TilingOptions) -> Iterator[NextSetting]:
+    """The fastest settings with which ``target`` tokens fit, or those with which most do."""
+    request = planner.request
+    with suppress(UserError), in_one_sentence(request.config):
+        try:
+            chosen = choose_settings(request, target, {}, can_offload=True, like=planner, outlook=True)
+            found, length, why = chosen.planner, target, f"the fastest settings for it: {spoken(chosen.seconds)} a step"
+        except DoesNotFit as error:
+            found, length, why = error.planner, error.longest, "the settings that hold least"
+        if length > longest:
+            yield NextSetting(_flags(found, given, length), length, why)
+
+
+def _flags(found: Planner, given: TilingOptions, tokens: int) -> str:
+    """The command-line flags that make the settings ``given`` those of ``found``."""
+    request, words = found.request, []
+    rules = {name: getattr(given, name) for name in ("tile", "loss_tile", "keep")}
+    by_rules = Planner(changed(request, **rules), like=found).resolved(tokens).options
+    after = found.resolved(tokens).options
+    for name in CHOSEN:
+        if name in rules:
+            differs = getattr(by_rules, name) != getattr(after, name)
+        else:
+            differs = getattr(request.options, name) != getattr(given, name)
+        flag, value = f"--{name.replace('_', '-')}", getattr(after if name in rules else request.options, name)
+        if differs and name == "offload":
+            words.append(offload_flag(request))
+        elif differs:
+            words.append(
+                f"without {flag}" if value is None and name != "checkpoint" else f"{flag} {to_flag(name, value)}"
+            )
+    return " ".join(words)
+
+
+def proposals(planner: Planner) -> tuple[list[Dial], list[Dial]]:
+    """What the request does not use, beside the settings that a length decides: what costs no time, and other engines
+    and optimizers, cheapest first."""
     request = planner.request
     options = request.options
-    untouched = options.blocks == "auto" and options.heads is None and options.chunk is None
-    whole = untouched and options.state is None and request.split == 1
-    one_by_one = request.sharded or options.weights_on_host  # a layer's weights are freed after it ran
     double = 2 * request.sp_size
     idle_states = "optimizer" in request.engine_offload and planner.host_has_room  # smaller ones would buy nothing
     sequence = Dial(
@@ -150,26 +188,19 @@ def proposals(planner: Planner) -> list[Dial]:
         "each rank has a part of the sequence",
         f"{'' if request.engine == 'zero3' else '--engine zero3 '}--sp-size {double}",
     )
-    order = (
+    free = (
         (TILED_LOSS, options.loss is None),
+        (TILED_MLP, not options.tiled),
         (sleeping(request.grpo), request.grpo is not None and request.grpo.generator == "colocate"),
         (FLASH_ATTENTION, request.attention in ("sdpa", "eager")),
-        (LAYER_CHECKPOINTS, options.checkpoint != "layer"),
-        (NOTHING_KEPT, bool(options.keep)),
-        (TILED_MLP, not options.tiled),
-        (STATE_TILES, options.state is None and can_carry(planner.built.model)),
-        (CHECKPOINTS_ON_HOST, not options.offload_room and options.checkpoint is not None),
-        (WEIGHTS_ON_HOST, can_stream(request) and not options.weights_on_host),
+    )
+    dear = (
         (OPTIMIZER_ON_HOST, request.sharded and "optimizer" not in request.engine_offload),
         (ZERO3, request.gpus > 1 and request.engine in ("ddp", "zero2")),
         (sequence, request.gpus > request.split and request.cp_size == 1),
         (EIGHT_BIT_STATES, request.optimizer == "adamw" and request.lora is None and not idle_states),
-        (MINIMAL_MEMORY, untouched),
-        (CHUNKS, whole),
-        (CHUNKS_OF_SEGMENTS, whole and not one_by_one),
-        (SEGMENTS, options.chunk is not None and options.segment == 1 and not one_by_one),
     )
-    return [technique for technique, is_open in order if is_open]
+    return [dial for dial, is_open in free if is_open], [dial for dial, is_open in dear if is_open]
 
 
 def explain(planner: Planner, estimate: Estimate) -> list[str]:

@@ -7,6 +7,7 @@ Everything that goes through them in an order takes them from here: ``--fit`` co
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -48,11 +49,15 @@ class Dial:
         """The command-line flags that turn it on for ``request``."""
         if not {"offload", "engine_offload"} & self.changes.keys():
             return self.flags
-        on = self.on(request)
-        checkpoints = on.options.checkpoints_on_host
-        words = [CHECKPOINT_OFFLOAD if checkpoints is True else checkpoints] if checkpoints else []
-        words += ["weights"] * on.options.weights_on_host
-        return f"--offload {','.join([*words, *on.engine_offload])}"
+        return offload_flag(self.on(request))
+
+
+def offload_flag(request: Request) -> str:
+    """The flag of ``seqtile plan`` for all that is on the host."""
+    checkpoints = request.options.checkpoints_on_host
+    words = [CHECKPOINT_OFFLOAD if checkpoints is True else checkpoints] if checkpoints else []
+    words += ["weights"] * request.options.weights_on_host
+    return f"--offload {shlex.quote(','.join([*words, *request.engine_offload]))}"
 
 
 TILED_LOSS = Dial("tiled loss", {"loss": "tiled"}, "no [tokens, vocabulary] logits", "--loss tiled")

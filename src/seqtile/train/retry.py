@@ -21,7 +21,8 @@ from seqtile._errors import RunError, UserError
 from seqtile._log import first_rank_logger
 from seqtile.devices import accelerator, empty_cache, is_out_of_memory
 from seqtile.models.causal import causal_model
-from seqtile.planner.chooser import changes, tighter, would_avoid
+from seqtile.options import TilingOptions, offload_of
+from seqtile.planner.chooser import TILE_STEP, changes, smaller_tiles, would_avoid
 from seqtile.planner.step_config import Built, Setup
 from seqtile.planner.tile_choice import largest_tile
 from seqtile.train.fit import request_of, settings_of, updates_of
@@ -68,6 +69,18 @@ def next_retry(recipe: Recipe, location: Place, done: int) -> dict[str, Any] | N
             return {**where, "recipe": keys, "changed": changes(failed, after), "place": str(location)}
         current = after
     return None
+
+
+def tighter(settings: TilingOptions, *, can_offload: bool) -> TilingOptions | None:
+    """The next settings that hold less, without a plan: smaller tiles, less kept, the host; None at the end."""
+    smaller = replace(settings, **smaller_tiles(settings, TILE_STEP), keep=0.0)
+    if smaller != settings:
+        return smaller
+    if settings.checkpoint != "layer":
+        return replace(settings, checkpoint="layer")
+    if not can_offload or settings.offload_room:
+        return None
+    return replace(settings, offload=offload_of(checkpoints=True, weights=settings.weights_on_host))
 
 
 def _failed_settings(recipe: Recipe, location: Place) -> Any:
@@ -259,7 +272,7 @@ def _by_plan(recipe: Recipe, location: Place) -> list[str]:
         )
     ]
     if avoided is not None:
-        by_itself = "; --on-oom retry does so automatically" if recipe.on_oom == "stop" else ""
+        by_itself = "; --on-oom retry goes on by itself, with smaller tiles first" if recipe.on_oom == "stop" else ""
         lines.append(f"this would avoid it: {avoided}{by_itself}")
     else:
         lines.append(
