@@ -65,9 +65,15 @@ def test_a_length_chooses_the_settings(ours: Any, caplog: pytest.LogCaptureFixtu
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_the_engine_of_a_length_is_read(ours: Any, stage: int, tmp_path: Path) -> None:
     (file := tmp_path / "deepspeed.json").write_text(json.dumps({"zero_optimization": {"stage": stage}}))
-    asked = axolotl_checks.fit_question({"deepspeed": str(file), "optimizer": "adamw_8bit", "micro_batch_size": 2})
+    config = {
+        "deepspeed": str(file),
+        "optimizer": "adamw_8bit",
+        "micro_batch_size": 2,
+        "gradient_accumulation_steps": 4,
+    }
+    asked = axolotl_checks.fit_question(config)
     assert asked == {"engine": f"zero{stage}" if stage > 1 else None, "optimizer": "adamw_8bit", "batch_size": 2,
-                     "autocast": False}  # fmt: skip
+                     "autocast": False, "gradient_accumulation": 4}  # fmt: skip
 
 
 def test_without_the_plugin_axolotls_own_patch_runs(ours: Any) -> None:

@@ -104,6 +104,7 @@ def fit_question(cfg: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "engine": engine, "optimizer": str(getattr(cfg.get("optimizer"), "value", cfg.get("optimizer")) or "adamw"),
         "batch_size": cfg.get("micro_batch_size") or 1, "autocast": bool(cfg.get("bf16") or cfg.get("fp16")),
+        "gradient_accumulation": cfg.get("gradient_accumulation_steps") or 1,
     }  # fmt: skip
 
 
