@@ -13,9 +13,8 @@ from seqtile import apply
 from seqtile._compat import checkpoints_in_forward
 from seqtile.checkpointing.host_offload import HostMemory
 from seqtile.counting.products import count_products
-from seqtile.options import TilingOptions, changed, offload_of
+from seqtile.options import TilingOptions, changed
 from seqtile.planner.accelerators import Device
-from seqtile.planner.explain import next_step
 from seqtile.planner.extrapolate import Lines, predict
 from seqtile.planner.fake_step import build, fake_step, real_step
 from seqtile.planner.kernel_workspace import cpu_workspace
@@ -25,7 +24,6 @@ from seqtile.planner.phases import Phase
 from seqtile.planner.request import Request
 from seqtile.planner.step_config import Lora, Setup
 from seqtile.planner.step_time import checkpoint_bytes
-from seqtile.planner.techniques import CHUNKS, CHUNKS_OF_SEGMENTS
 from seqtile.recognise.decoder_layers import decoder_layers
 
 pytestmark = pytest.mark.backward_here  # a counter sees the operators of its own thread
@@ -182,24 +180,3 @@ def test_products_of_a_step_in_chunks_are_those_that_are_counted(segment: int) -
         model(input_ids=ids, labels=ids).loss.backward()
     rotary = 2 * 384 * config.head_dim // 2  # a product of positions and frequencies in earlier transformers
     assert products.flops - planner.work(384).products in (0, rotary)
-
-
-@pytest.mark.slow
-def test_chunks_are_the_next_step_where_nothing_else_is_left(caplog: pytest.LogCaptureFixture) -> None:
-    """OLMo 2 norms all queries together, so that attention cannot run a group of heads at a time."""
-    sizes = SIZES | dict(
-        hidden_size=256, intermediate_size=176, max_position_embeddings=2**22, num_hidden_layers=6, eos_token_id=0
-    )
-    del sizes["head_dim"]
-    config = AutoConfig.for_model("olmo2", **sizes | dict(num_attention_heads=8))
-    options = TilingOptions(loss="tiled", checkpoint="layer", offload=offload_of(True, True))
-    device = Device("small", 5 * 2**30, 10.0, "made up")
-    planner = Planner(
-        Request("it", config, device, options=options, lora=Lora(4), host_memory=2**36, optimizer="adamw-8bit")
-    )
-    longest, _ = planner.longest()
-    step = next_step(planner, longest)
-    assert step is not None and "--chunk auto" in step.flags and step.length > 1.2 * longest
-    chunk = CHUNKS_OF_SEGMENTS if "segment" in step.flags else CHUNKS
-    assert Planner(chunk.on(changed(planner.request, offload=False))).longest()[0] >= step.length
-    assert not [record for record in caplog.records if record.name.startswith("seqtile")]
