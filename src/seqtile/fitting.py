@@ -333,7 +333,7 @@ def choose_to_fit(
     why += [f"{name} {chosen_values[name]}: {chosen.reasons[name]}" for name in chosen_values if name in chosen.reasons]
     if cuts_tower:
         why.append(
-            "vision none: the whole tower fits, and groups would be computed twice" if whole else
+            "vision none: the whole tower fits beside these settings" if whole else
             "vision auto: the whole tower does not fit beside these settings"
         )  # fmt: skip
     return Choice(options, tuple(why), estimate, chosen.planner)

@@ -99,3 +99,18 @@ def test_a_tower_runs_whole_where_it_fits_and_else_in_groups_and_holds_what_was_
         groups = [tower.most_groups for tower in VisionTechnique.standing(model)]
         assert groups == ([] if choice is whole else groups) and all(count > 1 for count in groups)
     assert peaks[1] < peaks[0] - 8 * MIB
+
+
+@pytest.mark.parametrize(
+    ("family", "media", "argument"),
+    [
+        ("qwen2_5_vl", dict(images=3), "image_size="),
+        ("qwen2_5_vl", dict(frames=3), "frame_size="),
+        ("qwen2_5_vl", dict(images=300, image_size=(112, 84)), "max_length="),
+        ("llava", dict(frames=3), "images="),
+    ],
+)
+def test_a_refusal_names_the_argument_of_fit_too(family: str, media: dict[str, Any], argument: str) -> None:
+    with pytest.raises(seqtile.UserError) as refused:
+        seqtile.fit(model_of(family), max_length=TOKENS, device="2GiB", **media)
+    assert argument in str(refused.value)

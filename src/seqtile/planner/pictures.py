@@ -61,8 +61,8 @@ def read_pictures(
     if vision is None or model_type not in ANY_SIZE + ONE_SIZE:
         what = "takes no pictures" if vision is None else "has an unsupported vision tower"
         raise UserError(
-            f"model type {model_type!r} {what}; --images supports {', '.join(ANY_SIZE + ONE_SIZE)}; for others add "
-            "the image tokens to the length"
+            f"model type {model_type!r} {what}; plans support those of {', '.join(ANY_SIZE + ONE_SIZE)}; for others "
+            "add the image tokens to the length"
         )
     if find_spec("transformers.vision_utils") is None:
         raise UserError(
@@ -71,15 +71,18 @@ def read_pictures(
         )
     if model_type in ONE_SIZE:
         if frames is not None:
-            raise UserError(f"model type {model_type!r} takes no videos; use --images N")
+            raise UserError(f"model type {model_type!r} takes no videos; use --images N, or images=N in Python")
         return _of_one_size(config, vision, count, tokens)
     patch, merge, together = vision.patch_size, vision.spatial_merge_size, vision.temporal_patch_size
     unit = patch * merge
     if tokens is not None:
         count, height, width = 1, merge, tokens * merge
     elif size is None:
-        flag = "--image-size" if frames is None else "--frame-size"
-        raise UserError(f"model type {model_type!r} takes images of any size; add {flag} HEIGHTxWIDTH")
+        what = "image" if frames is None else "frame"
+        raise UserError(
+            f"model type {model_type!r} takes images of any size; add --{what}-size HEIGHTxWIDTH, or "
+            f"{what}_size=(height, width) in Python"
+        )
     else:  # to the nearest whole number of tokens, as Transformers' processors resize
         height, width = (max(1, round(side / unit)) * merge for side in size)
     channels = getattr(vision, "in_channels", None) or vision.in_chans
@@ -267,7 +270,7 @@ class PictureStep(StepKind):
         if max_length is not None and max_length <= request.pictures.tokens:
             raise UserError(
                 f"{max_length:,} tokens leave no room for text after {request.pictures.tokens:,} image tokens; use a "
-                "longer --max-length, or fewer or smaller images"
+                "longer row (--max-length, or max_length= in Python), or fewer or smaller images"
             )
 
     def least_tokens(self, request: Request) -> int:
