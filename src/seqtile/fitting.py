@@ -112,9 +112,10 @@ def fit(
         gradient_accumulation: micro-batches per update; from 2 on gradients are there during all of a step.
         autocast: whether fp32 weights on an accelerator train under bf16 autocast, as in TRL; no effect for 16-bit
             weights and on a CPU.
-        images, image_size: pictures of each sequence, and their height and width in pixels. Their tokens are part of
-            ``max_length``.
-        frames, frame_size: instead, frames of one video of each sequence.
+        images: pictures of each sequence; their tokens are part of ``max_length``.
+        image_size: height and width of each in pixels.
+        frames: in place of pictures, the frames of one video of each sequence.
+        frame_size: height and width of each in pixels.
         **settings: arguments of :func:`seqtile.apply` to fix; the others are chosen.
 
     Returns:
@@ -131,8 +132,8 @@ def fit(
         if loaded_with := [key for key in ("attention", "dtype", "qlora") if key in settings]:
             sentence = f"{' and '.join(loaded_with)} is read from the model; load it that way"
         raise UserError(f"fit: {sentence}")
-    if images is not None and frames is not None:
-        raise UserError("fit: got images with frames; use either")
+    if (images or image_size) and (frames or frame_size) or (image_size and not images) or (frame_size and not frames):
+        raise UserError("fit: got a mix of pictures; use images and image_size, or frames and frame_size")
     media = {"count": images, "size": image_size or frame_size, "frames": frames}
     choice = choose_for(
         model, TilingOptions(**settings), given=settings, max_length=max_length, device=device, optimizer=optimizer,
@@ -258,7 +259,7 @@ def choose(
     packed: bool = False,
     checkpointed: bool = False,
 ) -> Choice:
-    """:func:`choose_to_fit`, whose error says what would help.
+    """Call :func:`choose_to_fit`, and say what would help where nothing fits.
 
     Args:
         request: what is planned.
@@ -287,7 +288,6 @@ def choose_to_fit(
     can_offload: bool,
     packed: bool = False,
     checkpointed: bool = False,
-    like: Planner | None = None,
 ) -> Choice:
     """The settings that cost least time among those that fit, by :func:`seqtile.planner.chooser.choose_settings`.
 
@@ -295,7 +295,6 @@ def choose_to_fit(
 
     Args:
         request, max_length, fixed, can_offload, packed, checkpointed: of :func:`choose`.
-        like: a plan of the same model, whose fake runs are used again.
 
     Raises:
         DoesNotFit: with the longest length that does.
@@ -303,7 +302,7 @@ def choose_to_fit(
     cuts_tower = request.pictures is not None and request.options.vision is None and "vision" not in fixed
     if cuts_tower:
         request = changed(request, vision="auto")
-    chosen = choose_settings(request, max_length, fixed, can_offload=can_offload, checkpointed=checkpointed, like=like)
+    chosen = choose_settings(request, max_length, fixed, can_offload=can_offload, checkpointed=checkpointed)
     whole = _with_whole_tower(request, chosen, max_length) if cuts_tower and chosen.sure else None
     chosen = whole or chosen
     estimate = chosen.estimate

@@ -66,7 +66,7 @@ def show_plan(
     if command := start_command(request, recipe_file):
         console.print(f"Run on each node: {command}")
     for sentence in why:
-        console.print(f"Chosen: {sentence}.")
+        console.print(f"{'Chosen: ' * planner.fits(estimate)}{sentence}.")
     if saving is not None:
         console.print(f"--checkpoint attention-saved: {saving.why}.")
     for note in [*planner.notes(), *beyond_positions(request, estimate.tokens)]:

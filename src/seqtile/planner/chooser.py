@@ -49,8 +49,8 @@ SLOW_GAIN = 0.15
 """Share that minimal memory has to be able to save to be planned beside what fits without it: its fake runs take half a
 minute for a model of 8B, since each group of heads has operators of its own."""
 
-HELD = (WEIGHTS, GRADIENTS, OPTIMIZER, CHECKPOINTS)
-"""Terms of a plan that hold as much whatever the tiles are."""
+UNTILED_TERMS = (WEIGHTS, GRADIENTS, OPTIMIZER, CHECKPOINTS)
+"""Terms of a plan that do not depend on the size of tiles."""
 
 HIDDEN_SIZES = 7
 """Hidden states that a decoder layer without a checkpoint keeps, beside gate and up: 7.6 of Llama-8B, 9.8 with
@@ -101,16 +101,16 @@ class _Plan:
 
     @property
     def fits(self) -> bool:
-        holds = self.planner.fits if self.is_outlook else self.planner.fits_at_the_high_estimate
-        return holds(self.estimate)
+        fits = self.planner.fits if self.is_outlook else self.planner.fits_at_the_high_estimate
+        return fits(self.estimate)
 
     @property
     def spare(self) -> float:
         """Bytes of the device that the estimate leaves."""
-        return self.planner.request.device.memory - self.bytes
+        return self.planner.request.device.memory - self.device_bytes
 
     @property
-    def bytes(self) -> float:
+    def device_bytes(self) -> float:
         """Of the device, by the estimate that has to fit."""
         return self.estimate.device.expected if self.is_outlook else self.estimate.device.high
 
@@ -119,7 +119,7 @@ def choose_settings(
     request: Request, tokens: int, fixed: Mapping[str, Any], *, can_offload: bool, checkpointed: bool = False,
     like: Planner | None = None, outlook: bool = False,
 ) -> Chosen:  # fmt: skip
-    """The settings with which a step of rows of ``tokens`` tokens takes least time, at the high estimate.
+    """The settings with which a step of rows of ``tokens`` tokens takes least time, and fits at the high estimate.
 
     Where none fits at the high one: the least memory of those that fit at the expected one, without slow tiles.
     Deterministic: the same for the same arguments.
@@ -144,7 +144,7 @@ class _Chooser:
 
     def __init__(
         self, request: Request, tokens: int, fixed: Mapping[str, Any], can_offload: bool, checkpointed: bool,
-        like: Planner | None = None, outlook: bool = False,
+        like: Planner | None, outlook: bool,
     ) -> None:  # fmt: skip
         self.request, self.tokens, self.fixed = request, tokens, fixed
         self.can_offload, self.checkpointed, self.outlook = can_offload, checkpointed, outlook
@@ -173,7 +173,7 @@ class _Chooser:
         return self.chosen(min(with_auto_tiles, key=lambda plan: plan.estimate.device.expected), False)
 
     def best(self) -> tuple[_Plan | None, list[_Plan]]:
-        """The fastest plan that fits at the high estimate, and the first one of each base that was planned."""
+        """The fastest plan that fits, and the first plan of each base."""
         tried: list[_Plan] = []
         best: _Plan | None = None
         # Of equal ones the first, which is simpler.
@@ -192,7 +192,7 @@ class _Chooser:
         return best, tried
 
     def worth_less_than(self, base: TilingOptions) -> float:
-        """Seconds of another choice below which this base cannot be worth its plan."""
+        """Seconds from which on a plan of this base can pay off: skip it where a choice takes less."""
         slow = base.heads is not None and "heads" not in self.fixed
         if slow and self.outlook:
             return math.inf
@@ -353,7 +353,7 @@ class _Chooser:
             else:
                 too_many = guess
             # What a layer takes by the two plans that are known is better than the first guess.
-            each = (tried.bytes - plan.bytes) / guess
+            each = (tried.device_bytes - plan.device_bytes) / guess
             guess = min(too_many - 1, int(plan.spare // each) if each > 0 else self.layers)
             if guess >= too_many or (guess <= most and not tried.fits):
                 guess = (most + too_many) // 2
@@ -476,11 +476,11 @@ class _Chooser:
 
 
 def smaller_tiles_are_not_enough(plan: _Plan, base: TilingOptions) -> bool:
-    """Whether ``base`` has only smaller tiles than ``plan``, in which what no tile holds does not fit."""
+    """Whether ``base`` differs from ``plan`` by smaller tiles only, while its untiled terms alone exceed the device."""
     sizes: dict[str, Any] = {"tile": plan.settings.tile, "loss_tile": plan.settings.loss_tile}
     if replace(base, **sizes) != plan.settings:
         return False
-    held = sum(plan.estimate.terms.get(name, 0.0) for name in HELD) + CONSTANTS["context"].expected
+    held = sum(plan.estimate.terms.get(name, 0.0) for name in UNTILED_TERMS) + CONSTANTS["context"].expected
     return held > plan.planner.request.device.memory
 
 
@@ -500,7 +500,7 @@ def would_avoid(
     planner = Planner(replace(request, options=settings), tokens)
     now = planner.estimate(tokens)
     smaller = replace(request, device=replace(request.device, memory=int(now.device.high) - short))
-    best, _ = _Chooser(smaller, tokens, {}, can_offload, checkpointed=False, like=planner).best()
+    best, _ = _Chooser(smaller, tokens, {}, can_offload, checkpointed=False, like=planner, outlook=False).best()
     if best is None:
         return now, None
     less = (now.device.expected - best.estimate.device.expected) / GIB

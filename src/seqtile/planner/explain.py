@@ -59,10 +59,10 @@ def not_modelled(request: Request, estimate: Estimate) -> list[str]:
 
 @dataclass(frozen=True)
 class NextSetting:
-    """A setting that buys length.
+    """A change that allows longer sequences.
 
     Attributes:
-        flags: what to add to the command.
+        flags: what to change in the command.
         length: longest sequence that then fits.
         why: in a few words.
     """
@@ -89,7 +89,7 @@ def sleeping(grpo: Grpo | None) -> Dial:
 
 
 def next_step(planner: Planner, longest: int, asked: int = 0, given: TilingOptions | None = None) -> NextSetting | None:
-    """What buys most length, or the first that doubles it and reaches what was asked; None where nothing buys any.
+    """The change that allows the longest sequence, or the first that reaches twice the length and what was asked.
 
     What costs no time comes first, then the fastest settings for twice the length, then other engines and optimizers.
 
@@ -107,11 +107,11 @@ def next_step(planner: Planner, longest: int, asked: int = 0, given: TilingOptio
     if longest >= furthest:
         return None
     target = max(asked, min(2 * longest, furthest))
-    free, dear = proposals(planner)
+    free, costly = proposals(planner)
     best: NextSetting | None = None
     for step in chain(
         _longer(planner, free, longest, furthest), _other_settings(planner, longest, target, given or request.options),
-        _longer(planner, dear, longest, furthest),
+        _longer(planner, costly, longest, furthest),
     ):  # fmt: skip
         if best is None or step.length > best.length:
             best = step
@@ -121,17 +121,17 @@ def next_step(planner: Planner, longest: int, asked: int = 0, given: TilingOptio
 
 
 def other_step(planner: Planner, longest: int) -> NextSetting | None:
-    """What buys most length where no settings do: the same without other settings."""
+    """The engine, optimizer or free change that allows the longest sequence with these settings; None if none does."""
     furthest = planner.request.positions or LONGEST
-    free, dear = proposals(planner)
-    return max(_longer(planner, (*free, *dear), longest, furthest), key=lambda step: step.length, default=None)
+    free, costly = proposals(planner)
+    return max(_longer(planner, (*free, *costly), longest, furthest), key=lambda step: step.length, default=None)
 
 
 def _longer(planner: Planner, dials: Iterable[Dial], longest: int, furthest: int) -> Iterator[NextSetting]:
     """Those of ``dials`` with which more than ``longest`` tokens fit."""
     request = planner.request
     for dial in dials:
-        # Left out: what is refused, and a step of the model's code that does not run so.
+        # Skip what is refused, and steps that the model's code cannot run.
         with suppress(UserError), in_one_sentence(request.config):
             candidate = Planner(dial.on(request), like=planner)
             if candidate.at_least(longest + 1) > request.device.memory:
@@ -154,30 +154,27 @@ def _other_settings(planner: Planner, longest: int, target: int, given: TilingOp
             yield NextSetting(_flags(found, given, length), length, why)
 
 
-def _flags(found: Planner, given: TilingOptions, tokens: int) -> str:
-    """The command-line flags that make the settings ``given`` those of ``found``."""
-    request, words = found.request, []
-    rules = {name: getattr(given, name) for name in ("tile", "loss_tile", "keep")}
-    by_rules = Planner(changed(request, **rules), like=found).resolved(tokens).options
-    after = found.resolved(tokens).options
+def _flags(target: Planner, given: TilingOptions, tokens: int) -> str:
+    """The command-line flags that make the settings ``given`` those of ``target``."""
+    request, flags = target.request, []
+    by_length = {name: getattr(given, name) for name in ("tile", "loss_tile", "keep")}  # rules, resolved for a length
+    resolved_given = Planner(changed(request, **by_length), like=target).resolved(tokens).options
+    resolved = target.resolved(tokens).options
     for name in CHOSEN:
-        if name in rules:
-            differs = getattr(by_rules, name) != getattr(after, name)
+        before, after = (resolved_given, resolved) if name in by_length else (given, request.options)
+        value, flag = getattr(after, name), f"--{name.replace('_', '-')}"
+        if value == getattr(before, name):
+            continue
+        if name == "offload":
+            flags.append(offload_flag(request))
         else:
-            differs = getattr(request.options, name) != getattr(given, name)
-        flag, value = f"--{name.replace('_', '-')}", getattr(after if name in rules else request.options, name)
-        if differs and name == "offload":
-            words.append(offload_flag(request))
-        elif differs:
-            words.append(
-                f"without {flag}" if value is None and name != "checkpoint" else f"{flag} {to_flag(name, value)}"
-            )
-    return " ".join(words)
+            word = to_flag(name, value)
+            flags.append(f"without {flag}" if word is None else f"{flag} {word}")
+    return " ".join(flags)
 
 
 def proposals(planner: Planner) -> tuple[list[Dial], list[Dial]]:
-    """What the request does not use, beside the settings that a length decides: what costs no time, and other engines
-    and optimizers, cheapest first."""
+    """Changes that cost no time, and other engines and optimizers, both cheapest first."""
     request = planner.request
     options = request.options
     double = 2 * request.sp_size
@@ -194,13 +191,13 @@ def proposals(planner: Planner) -> tuple[list[Dial], list[Dial]]:
         (sleeping(request.grpo), request.grpo is not None and request.grpo.generator == "colocate"),
         (FLASH_ATTENTION, request.attention in ("sdpa", "eager")),
     )
-    dear = (
+    costly = (
         (OPTIMIZER_ON_HOST, request.sharded and "optimizer" not in request.engine_offload),
         (ZERO3, request.gpus > 1 and request.engine in ("ddp", "zero2")),
         (sequence, request.gpus > request.split and request.cp_size == 1),
         (EIGHT_BIT_STATES, request.optimizer == "adamw" and request.lora is None and not idle_states),
     )
-    return [dial for dial, is_open in free if is_open], [dial for dial, is_open in dear if is_open]
+    return [dial for dial, is_open in free if is_open], [dial for dial, is_open in costly if is_open]
 
 
 def explain(planner: Planner, estimate: Estimate) -> list[str]:

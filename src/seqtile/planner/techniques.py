@@ -67,13 +67,7 @@ LAYER_CHECKPOINTS = Dial(
 )
 ATTENTION_SAVED = Dial("attention saved", {"checkpoint": "attention-saved"}, "the recompute skips attention's kernel")
 CHECKPOINTS_ON_HOST = Dial("checkpoints on the host", {"offload": True}, "layer inputs in host memory")
-WEIGHTS_ON_HOST = Dial(
-    "frozen weights on the host", {"offload": "weights"}, "frozen weights in host memory, two layers' on the device"
-)
 REST_OF_LAYER = Dial("rest of the layer in tiles", {"blocks": WHOLE_LAYER}, "norms and projections in tiles")
-STATE_TILES = Dial(
-    "layers with a state in tiles", {"state": "auto"}, "recurrent layers one tile at a time", "--state auto"
-)
 HEADWISE_ATTENTION = Dial("head-wise attention", {"heads": 1}, "attention one group of heads at a time")
 MINIMAL_MEMORY = Dial(
     "minimal memory",
@@ -94,8 +88,6 @@ CHUNKS_OF_SEGMENTS = Dial(
     "four layers run on one chunk of the sequence at a time",
     "--chunk auto --segment 4",
 )
-
-SEGMENTS = Dial("segments of four layers", {"segment": 4}, "four layers run together on each chunk", "--segment 4")
 
 
 def can_stream(request: Request) -> bool:

@@ -72,7 +72,7 @@ def next_retry(recipe: Recipe, location: Place, done: int) -> dict[str, Any] | N
 
 
 def tighter(settings: TilingOptions, *, can_offload: bool) -> TilingOptions | None:
-    """The next settings that hold less, without a plan: smaller tiles, less kept, the host; None at the end."""
+    """The next settings that use less memory, without a plan: smaller tiles, less kept, the host; None at the end."""
     smaller = replace(settings, **smaller_tiles(settings, TILE_STEP), keep=0.0)
     if smaller != settings:
         return smaller
@@ -272,7 +272,7 @@ def _by_plan(recipe: Recipe, location: Place) -> list[str]:
         )
     ]
     if avoided is not None:
-        by_itself = "; --on-oom retry goes on by itself, with smaller tiles first" if recipe.on_oom == "stop" else ""
+        by_itself = "; --on-oom retry continues by itself, with smaller tiles first" if recipe.on_oom == "stop" else ""
         lines.append(f"this would avoid it: {avoided}{by_itself}")
     else:
         lines.append(
