@@ -121,7 +121,7 @@ def classifier(kind: str) -> nn.Module:
     [
         (lambda: classifier("Token"), "LlamaForTokenClassification"),
         (lambda: transformers.AutoModel.from_config(causal_lm("llama").config), "LlamaModel"),
-        (lambda: vision_language_model(architecture="qwen2_5_vl"), "plan --images N"),
+        (lambda: vision_language_model(architecture="qwen2_5_vl"), "pass its pictures too"),
     ],
 )
 def test_another_model_is_refused_by_what_it_is(model: Any, word: str) -> None:

@@ -231,7 +231,19 @@ def test_an_older_transformers_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_the_command_says_how_many_tokens_pictures_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = save(config_of("llava"), tmp_path)
-    command = ["plan", "--model", model, "--device", "2GiB", "--checkpoint", "layer", "--max-length", "512", "--images", "3"]
+    command = [
+        "plan",
+        "--model",
+        model,
+        "--device",
+        "2GiB",
+        "--checkpoint",
+        "layer",
+        "--max-length",
+        "512",
+        "--images",
+        "3",
+    ]
     assert main([*command, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["fits"] and found["recipe"]["max_length"] == 512
