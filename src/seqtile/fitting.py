@@ -389,12 +389,12 @@ def describe(
     causal = causal_model(model)
     config = getattr(causal, "config", None)
     has_head = getattr(causal, "get_output_embeddings", lambda: None)() is not None
-    if not has_head and is_classifier(causal):
+    if not has_head and (is_classifier(causal) or is_bare_decoder(causal)):
         step, has_head = replace(step or TrainerStep(), head="labels"), True
     if config is None or not hasattr(config, "get_text_config") or not has_head:
         raise UserError(
-            f"fit got {type(causal).__name__}, expected a causal language model or a sequence classifier of "
-            "transformers (the plan builds one from its config); use seqtile.apply"
+            f"fit got {type(causal).__name__}, expected a causal language model, or its decoder or a sequence "
+            "classifier of transformers (the plan builds one from its config); use seqtile.apply"
         )
     model_name = str(getattr(config, "name_or_path", "") or type(causal).__name__)
     refuse_encoder(config, model_name)
@@ -462,6 +462,16 @@ def is_classifier(model: nn.Module) -> bool:
 
     classes: Any = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.values()
     return type(model) in classes
+
+
+def is_bare_decoder(model: nn.Module) -> bool:
+    """Whether ``model`` is a decoder that returns hidden states, as embedding models do: planned as a classifier."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, MODEL_MAPPING
+
+    config: Any = type(getattr(model, "config", None))
+    mappings: tuple[Any, ...] = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING)
+    bare: Any = MODEL_MAPPING.get(config, None)
+    return type(model) is bare and all(config in mapping for mapping in mappings)
 
 
 def find_adapters(model: nn.Module) -> Lora | None:

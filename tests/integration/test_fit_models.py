@@ -120,7 +120,6 @@ def classifier(kind: str) -> nn.Module:
     ("model", "word"),
     [
         (lambda: classifier("Token"), "LlamaForTokenClassification"),
-        (lambda: transformers.AutoModel.from_config(causal_lm("llama").config), "LlamaModel"),
         (lambda: vision_language_model(architecture="qwen2_5_vl"), "pass its pictures too"),
     ],
 )
@@ -131,8 +130,13 @@ def test_another_model_is_refused_by_what_it_is(model: Any, word: str) -> None:
     assert "drop loss" not in str(error.value)
 
 
-def test_a_reward_model_is_fitted() -> None:
-    report = seqtile.fit(classifier("Sequence"), max_length=64, device="16GiB")
+@pytest.mark.parametrize(
+    "build",
+    [lambda: classifier("Sequence"), lambda: transformers.AutoModel.from_config(causal_lm("llama").config)],
+    ids=["reward", "embedding"],
+)
+def test_a_model_without_a_vocabulary_is_fitted(build: Any) -> None:
+    report = seqtile.fit(build(), max_length=64, device="16GiB")
     assert report.tiled == 2 and report.settings is not None and "loss" not in report.done
 
 
