@@ -132,13 +132,10 @@ def fit(
         if loaded_with := [key for key in ("attention", "dtype", "qlora") if key in settings]:
             sentence = f"{' and '.join(loaded_with)} is read from the model; load it that way"
         raise UserError(f"fit: {sentence}")
-    if (images or image_size) and (frames or frame_size) or (image_size and not images) or (frame_size and not frames):
-        raise UserError("fit: got a mix of pictures; use images and image_size, or frames and frame_size")
-    media = {"count": images, "size": image_size or frame_size, "frames": frames}
     choice = choose_for(
         model, TilingOptions(**settings), given=settings, max_length=max_length, device=device, optimizer=optimizer,
         engine=engine, sp_size=sp_size, cp_size=cp_size, lora=lora, batch_size=batch_size, autocast=autocast,
-        accumulation=gradient_accumulation, media=media if images or frames else None,
+        accumulation=gradient_accumulation, media=media_of(images, image_size, frames, frame_size),
     )  # fmt: skip
     return apply_choice(model, choice)
 
@@ -150,6 +147,19 @@ def apply_choice(model: nn.Module, choice: Choice) -> Report:
     for sentence in choice.why:
         logger.info("fit: %s", sentence)
     return replace(apply_options(model, choice.options, others_stay=False), settings=chosen, why=choice.why)
+
+
+def media_of(
+    images: int | None, image_size: tuple[int, int] | None, frames: int | None, frame_size: tuple[int, int] | None
+) -> dict[str, Any] | None:
+    """The pictures of each row as a plan reads them; None for rows of text.
+
+    Raises:
+        UserError: pictures and frames, or a size without either.
+    """
+    if (images or image_size) and (frames or frame_size) or (image_size and not images) or (frame_size and not frames):
+        raise UserError("got a mix of pictures; use images and image_size, or frames and frame_size")
+    return {"count": images, "size": image_size or frame_size, "frames": frames} if images or frames else None
 
 
 def choose_for(

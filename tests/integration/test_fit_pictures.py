@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForImageTextToText, Trainer, TrainingArguments
 
 import seqtile
 from seqtile.fitting import Choice, choose_for
@@ -99,6 +100,16 @@ def test_a_tower_runs_whole_where_it_fits_and_else_in_groups_and_holds_what_was_
         groups = [tower.most_groups for tower in VisionTechnique.standing(model)]
         assert groups == ([] if choice is whole else groups) and all(count > 1 for count in groups)
     assert peaks[1] < peaks[0] - 8 * MIB
+
+
+def test_a_trainer_with_the_callback_gets_the_same_choice(tmp_path: Path) -> None:
+    memory = int(choice_for("llava", 16 * GIB, **GIVEN).estimate.device.high) - 8 * MIB
+    model = model_of("llava")
+    callback = seqtile.TilingCallback(max_length=TOKENS, images=36, device=f"{memory // MIB}MiB", **GIVEN)
+    arguments = TrainingArguments(str(tmp_path), report_to=[], use_cpu=True, per_device_train_batch_size=1)
+    Trainer(model, arguments, train_dataset=[0], callbacks=[callback])
+    assert callback.report is not None and "vision auto" in "; ".join(callback.report.why)
+    assert len(VisionTechnique.standing(model)) == 1
 
 
 @pytest.mark.parametrize(

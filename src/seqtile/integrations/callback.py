@@ -14,7 +14,7 @@ from seqtile._errors import UserError
 from seqtile._log import first_rank_logger
 from seqtile.devices import GIB, empty_cache, peak_resident_bytes
 from seqtile.engines.sequence_parallel import refuse_split_states
-from seqtile.fitting import Choice, apply_choice, choose_for
+from seqtile.fitting import Choice, apply_choice, choose_for, media_of
 from seqtile.install.apply import apply, apply_options, carries, tiled_names
 from seqtile.install.report import Report
 from seqtile.install.runs import forget_runs, what_ran
@@ -54,6 +54,10 @@ class TilingCallback(TrainerCallback):
             chosen as by :func:`seqtile.fit` when the trainer is built, with the trainer's optimizer, engine, batch size
             and precision, and the rows and frozen models of TRL's trainers.
         device: with ``max_length``, the device to plan for, as for :func:`seqtile.fit`.
+        images: with ``max_length``, pictures of each sequence, as for :func:`seqtile.fit`.
+        image_size: height and width of each in pixels.
+        frames: in place of pictures, the frames of one video of each sequence.
+        frame_size: height and width of each in pixels.
         **settings: keyword arguments of :func:`seqtile.apply`.
 
     Attributes:
@@ -69,15 +73,18 @@ class TilingCallback(TrainerCallback):
     """
 
     def __init__(
-        self, report: Report | None = None, /, *, max_length: int | None = None, device: Any = None, **settings: Any
-    ) -> None:
+        self, report: Report | None = None, /, *, max_length: int | None = None, device: Any = None,
+        images: int | None = None, image_size: tuple[int, int] | None = None, frames: int | None = None,
+        frame_size: tuple[int, int] | None = None, **settings: Any,
+    ) -> None:  # fmt: skip
         if report is not None and (settings or max_length is not None or not isinstance(report, Report)):
             raise UserError(
                 f"TilingCallback got {type(report).__name__} and the settings {sorted(settings)}; pass either the "
                 "report of seqtile.apply or the settings"
             )
-        if device is not None and max_length is None:
-            raise UserError(f"device={device!r} needs max_length")
+        self._media = media_of(images, image_size, frames, frame_size)
+        if max_length is None and (device is not None or self._media is not None):
+            raise UserError("device, images and frames are for a plan, which needs max_length")
         self._max_length, self._device, self._given = max_length, device, frozenset(settings)
         self._options = TilingOptions(**settings)  # each value is checked here, not when the trainer is built
         self._choice: Choice | None = None
@@ -172,8 +179,9 @@ class TilingCallback(TrainerCallback):
             self._ranks = question.get("sp_size", 1) * question.get("cp_size", 1)
             self._step = question.get("step", self._step)
             self._choice = choose_for(
-                model, self._options, max_length=self._max_length, given=self._given, device=self._device, **question
-            )
+                model, self._options, max_length=self._max_length, given=self._given, device=self._device,
+                media=self._media, **question,
+            )  # fmt: skip
             self._options = self._choice.options
         return apply_choice(model, self._choice)
 
