@@ -141,13 +141,14 @@ def _decode(tokens: list[int], tokenizer: Any) -> str:
 def _plan_or_reason(recipe: Recipe, nodes: int, data: Data) -> Any:
     """Describe the plan of a step, or why it failed."""
     from seqtile.planner.memory_plan import plan
-    from seqtile.train.fit import largest_pictures, request_of
+    from seqtile.train.fit import largest_pictures, request_of, with_pictures
 
     try:
-        request = request_of(recipe, nodes=nodes)
+        request, max_length = request_of(recipe, nodes=nodes), recipe.max_length
         if data.processor is not None:
-            request = replace(request, pictures=largest_pictures(request.config, data))
-        return plan(request, recipe.max_length)
+            pictures = largest_pictures(request.config, data)
+            request, max_length = replace(request, pictures=pictures), with_pictures(max_length, pictures)
+        return plan(request, max_length)
     except UserError as error:
         return f"none: {error}"
     except Exception as error:  # noqa: BLE001 - the plan is optional: a model that cannot be planned trains all the same

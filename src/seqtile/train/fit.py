@@ -55,7 +55,7 @@ def fit_recipe(recipe: Recipe, nodes: int = 1) -> Fitted:
         with log_level("seqtile.train", logging.CRITICAL + 1):  # the run itself reads the rows again, and reports
             data = read_data(recipe, Path(str(recipe.output)), lambda _: None, decodes=False)
         pictures = largest_pictures(config, data)
-        max_length = max(max_length, pictures.tokens + 1)  # whole pictures of the largest size may exceed the row
+        max_length = with_pictures(max_length, pictures)
     memory = parse_bytes(recipe.fit) if isinstance(recipe.fit, str) else None
     settings = settings_of(recipe)
     fixed = {name: getattr(settings, name) for name in CHOSEN if getattr(recipe.options, name) != DEFAULTS[name]}
@@ -83,6 +83,11 @@ def largest_pictures(config: Any, data: Data) -> Pictures:
         max(summary.largest_picture for summary in summaries),
         max(summary.largest_frame for summary in summaries),
     )
+
+
+def with_pictures(max_length: int, pictures: Pictures) -> int:
+    """The length to plan: whole pictures of the largest size may exceed the row."""
+    return max(max_length, pictures.tokens + 1)
 
 
 def request_of(recipe: Recipe, memory: int | None = None, nodes: int = 1) -> Request:
