@@ -1024,13 +1024,17 @@ def test_router_logits_cost_no_product_and_a_router_runs_once_for_each_token(seg
     assert [len(logits) for logits in output.router_logits] == [2 * 150] * 3
 
 
+@pytest.mark.parametrize("checkpoints", [False, True])
 @pytest.mark.parametrize("how", ["reentrant checkpoints" if CAPTURES else "router logits", "attentions"])
-def test_calls_whose_records_chunks_would_change_run_whole(how: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_calls_whose_records_chunks_would_change_run_whole(
+    how: str, checkpoints: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In their recompute too, where nothing is recorded."""
     changes = dict(attn_implementation="eager", output_attentions=True) if how == "attentions" else {}
     batch, model, whole = batch_of(), *(build_routed("mixtral", **changes) for _ in range(2))
-    if how == "reentrant checkpoints":
+    if checkpoints or how == "reentrant checkpoints":
         for each in (model, whole):
-            each.gradient_checkpointing_enable({"use_reentrant": True})
+            each.gradient_checkpointing_enable({"use_reentrant": how == "reentrant checkpoints"})
     expected = step(whole, batch)
     seqtile.apply(model, chunk=64, blocks="none")
     torch.testing.assert_close(step(model, batch), expected)

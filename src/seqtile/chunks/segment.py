@@ -15,6 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from seqtile._compat import (
     CHECKPOINT_FUNCTION,
     ROUTER_LOGITS,
+    backward_pass,
     capture_router_logits,
     captures_by_forward,
     captures_nothing,
@@ -145,6 +146,9 @@ class ChunkForward(Installed):
             self.note_compiled()
             return self.original(*args, **kwargs)
         if not torch.is_grad_enabled() and not module.training:
+            return self.original(*args, **kwargs)
+        if self.refused and backward_pass() != -1:
+            # A recompute is what its forward was: hooks and patches of the forward, for one, are gone by now.
             return self.original(*args, **kwargs)
         checkpointed = module.training and torch.is_grad_enabled() and getattr(module, "gradient_checkpointing", False)
         cache = None if self.cache is None else given(args, kwargs, self.cache)
