@@ -192,8 +192,9 @@ def test_layers_with_policies_of_their_own_need_no_fake_runs_of_their_own(
     architecture: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each followed part of the step against a fake run of the whole model, and so the peak."""
-    if transformers.__version__.startswith("5.0."):
-        pytest.skip("transformers 5.0 moves a part's peak with the depth, to parts of other layers")
+    moves_parts = transformers.__version__.startswith("5.0.")  # a part's peak to another layer, with the depth
+    if architecture == "lfm2" and moves_parts:
+        pytest.skip("transformers 5.0 moves a part's peak with the depth")
     sizes = {**zoo._BASE, "num_hidden_layers": 14, **HYBRID.get(architecture, {})}
     config = AutoConfig.for_model(architecture, **sizes)
     how = setup(**UNTILED, attention="flash", device_type="cuda", scans="kernels")
@@ -209,7 +210,7 @@ def test_layers_with_policies_of_their_own_need_no_fake_runs_of_their_own(
             lines = fit_lines(config, mixed, depths.with_checkpoint(checkpoint), [LENGTH], None, steps)
         planned = lines.at(LENGTH)
         for phase, terms in planned.items():
-            assert sum(terms.values()) == pytest.approx(whole.peaks[phase].total, rel=2e-2), phase
+            assert moves_parts or sum(terms.values()) == pytest.approx(whole.peaks[phase].total, rel=2e-2), phase
             assert min(terms.values()) >= 0, phase
         peaks.append(max(sum(terms.values()) for terms in planned.values()))
         assert peaks[-1] == pytest.approx(whole.peak, rel=1e-3)
