@@ -213,7 +213,7 @@ def test_layers_with_policies_of_their_own_need_no_fake_runs_of_their_own(
             assert moves_parts or sum(terms.values()) == pytest.approx(whole.peaks[phase].total, rel=2e-2), phase
             assert min(terms.values()) >= 0, phase
         peaks.append(max(sum(terms.values()) for terms in planned.values()))
-        assert peaks[-1] == pytest.approx(whole.peak, rel=1e-3)
+        assert peaks[-1] == pytest.approx(whole.peak, rel=5e-3 if moves_parts else 1e-3)
     assert len({*peaks}) == 3
 
 
