@@ -269,7 +269,9 @@ def choose(
     packed: bool = False,
     checkpointed: bool = False,
 ) -> Choice:
-    """Call :func:`choose_to_fit`, and say what would help where nothing fits.
+    """The settings that cost least time among those that fit, by :func:`seqtile.planner.chooser.choose_settings`.
+
+    A vision tower is first planned in groups, and runs whole where that fits beside what is chosen.
 
     Args:
         request: what is planned.
@@ -280,39 +282,15 @@ def choose(
         checkpointed: whether every layer is checkpointed whatever is chosen.
 
     Raises:
-        RunError: nothing fits; with the longest length that does, and what would help.
-    """
-    try:
-        return choose_to_fit(
-            request, max_length, fixed, can_offload=can_offload, packed=packed, checkpointed=checkpointed
-        )
-    except DoesNotFit as error:
-        raise RunError(f"{error}; {_what_helps(error)}") from None
-
-
-def choose_to_fit(
-    request: Request,
-    max_length: int,
-    fixed: Mapping[str, Any],
-    *,
-    can_offload: bool,
-    packed: bool = False,
-    checkpointed: bool = False,
-) -> Choice:
-    """The settings that cost least time among those that fit, by :func:`seqtile.planner.chooser.choose_settings`.
-
-    A vision tower is first planned in groups, and runs whole where that fits beside what is chosen.
-
-    Args:
-        request, max_length, fixed, can_offload, packed, checkpointed: of :func:`choose`.
-
-    Raises:
-        DoesNotFit: with the longest length that does.
+        DoesNotFit: with the longest length that does, and what would help.
     """
     cuts_tower = request.pictures is not None and request.options.vision is None and "vision" not in fixed
     if cuts_tower:
         request = changed(request, vision="auto")
-    chosen = choose_settings(request, max_length, fixed, can_offload=can_offload, checkpointed=checkpointed)
+    try:
+        chosen = choose_settings(request, max_length, fixed, can_offload=can_offload, checkpointed=checkpointed)
+    except DoesNotFit as error:
+        raise DoesNotFit(f"{error}; {_what_helps(error)}", error.planner, error.longest) from None
     whole = _with_whole_tower(request, chosen, max_length) if cuts_tower and chosen.sure else None
     chosen = whole or chosen
     estimate = chosen.estimate
