@@ -722,6 +722,31 @@ def test_the_flags_of_a_proposal_set_what_it_changes(
         assert replace(asked[-1], config=request.config) == technique.on(request) != request
 
 
+@pytest.mark.parametrize("changes", [
+    dict(offload=True), dict(offload="checkpoints+weights"), dict(checkpoint="none:1+attention-saved:2"),
+    dict(checkpoint=None, keep=0.5, tile=512), dict(blocks="mlp+norm+projections", heads=1, tile=512, offload=True),
+    dict(chunk="auto", segment=4),
+])  # fmt: skip
+def test_the_flags_of_other_settings_set_them(
+    folder: Path, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Request] = []
+
+    def plan(request: Request, *_: Any, like: Any = None) -> Any:
+        asked.append(request)
+        raise UserError("no plan is needed")
+
+    monkeypatch.setattr("seqtile.planner.memory_plan.plan", plan)
+    command = ["plan", "--model", str(folder), "--device", "1.5GiB", "--lora", "4", "--checkpoint", "layer"]
+    main(command)
+    given = asked[0].options
+    target = Planner(changed(asked[0], **changes))
+    main([*command, *shlex.split(explain_module._flags(target, given, 16384))])
+    after = asked[-1].options
+    assert str(after.tile) == str(changes.get("tile", "auto"))
+    assert after == replace(target.request.options, tile=after.tile)
+
+
 def test_offloaded_checkpoints_leave_all_but_those_in_flight(planner: Planner) -> None:
     on, off = terms(planner), terms(other(planner, offload=True))
     held = 4 * 16384 * 256 * 4  # layers, tokens, hidden, fp32 weights under autocast
