@@ -158,7 +158,9 @@ def media_of(
         UserError: pictures and frames, or a size without either.
     """
     if (images or image_size) and (frames or frame_size) or (image_size and not images) or (frame_size and not frames):
-        raise UserError("got a mix of pictures; use images and image_size, or frames and frame_size")
+        raise UserError(
+            "got images beside frames, or a size alone; use images and image_size, or frames and frame_size"
+        )
     return {"count": images, "size": image_size or frame_size, "frames": frames} if images or frames else None
 
 

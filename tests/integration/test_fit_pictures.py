@@ -119,6 +119,8 @@ def test_a_trainer_with_the_callback_gets_the_same_choice(tmp_path: Path) -> Non
         ("qwen2_5_vl", dict(frames=3), "frame_size="),
         ("qwen2_5_vl", dict(images=300, image_size=(112, 84)), "max_length="),
         ("llava", dict(frames=3), "images="),
+        ("qwen2_5_vl", dict(images=3, frame_size=(112, 84)), "image_size"),
+        ("llava", dict(image_size=(112, 112)), "image_size"),
     ],
 )
 def test_a_refusal_names_the_argument_of_fit_too(family: str, media: dict[str, Any], argument: str) -> None:
