@@ -61,6 +61,9 @@ MODEL_ERROR = 0.01
 LONGEST = 2**26
 """Longest sequence that is looked at where the model has no limit of its own."""
 
+MOST_SCALING = 64
+"""Largest factor of rotary scaling that a plan looks at unasked: a small model would fit lengths that nobody runs."""
+
 SHORT = 128
 """Tokens per rank of a sequence that is named where none fits."""
 
@@ -418,11 +421,14 @@ class Planner:
         return length if length >= self.least else 0
 
     def longest_beyond(self, start: int | None = None) -> int:
-        """The longest sequence that fits with rotary scaling beyond the model's positions; 0 where none is longer."""
+        """The longest sequence that fits with rotary scaling beyond the model's positions; 0 where none is longer.
+
+        The search ends at :data:`MOST_SCALING` times the positions.
+        """
         positions = self.request.positions
         if positions is None or not (self.request.rope_scaling or scaling_for(self.request.config, 2 * positions)):
             return 0
-        length, _ = self._reach(self.fits, start, LONGEST)
+        length, _ = self._reach(self.fits, start, min(MOST_SCALING * positions, LONGEST))
         return length if length > positions else 0
 
     def longest(self, start: int | None = None, furthest: int | None = None) -> tuple[int, str]:
