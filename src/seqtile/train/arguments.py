@@ -31,14 +31,10 @@ CHECKPOINT_KWARGS = ("activation_checkpointing_kwargs", "gradient_checkpointing_
 
 
 def trainer_arguments(recipe: Recipe, output: Path, *, documents: bool, rows: int = 0) -> SFTConfig:
-    """Everything the trainer needs to know.
+    """The trainer's arguments for a resolved recipe.
 
-    Args:
-        recipe: a resolved recipe.
-        output: where checkpoints go.
-        documents: the rows are whole text files; unless the recipe says otherwise, they are joined and cut into
-            rows of ``max_length`` tokens so that no text is dropped.
-        rows: how many there are; many are tokenised by several processes.
+    ``documents`` that are whole text files are joined and cut into rows of ``max_length`` tokens, so that no text is
+    dropped, unless the recipe sets ``packing``. Many ``rows`` are tokenised by several processes.
 
     Raises:
         UserError: ``trainer:`` holds a key that ``SFTConfig`` does not know, or values that it refuses.

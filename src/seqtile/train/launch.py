@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
@@ -36,6 +36,7 @@ from seqtile.train.signals import StoppedAtOnce, blocked_signals, handle_signals
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+    from torch.distributed.launcher.api import LaunchConfig
 
 HOW_FILE = "how.json"
 """Beside the recipe that the workers read: the other arguments of ``train``, and which process waits in front."""
@@ -57,17 +58,17 @@ def launch(
     Args:
         recipe: with an engine other than ``single``.
         worker: the module that each process runs, with the folder of :data:`HOW_FILE` as its argument.
-        say: shows one piece of text.
-        nodes: the nodes of the run, each of which is started by the same command; None where this is the only one.
+        say: shows one line.
+        nodes: the nodes of the run, each started by the same command; None for a single node.
         wait_seconds: how long to wait for the other nodes.
         resume, overwrite, **how: as in :func:`seqtile.train.run.locate`.
 
     Returns:
-        The exit code: 0; 130, 143 or 129 for a run that Ctrl-C, SIGTERM or SIGHUP stopped.
+        The exit code: 0; 130, 143 or 129 if Ctrl-C, SIGTERM or SIGHUP stopped the run.
 
     Raises:
         UserError: bad input, found here or by a process that was started.
-        RunError: a process could not go on, or a node is missing or lost.
+        RunError: a process failed, or a node is missing or lost.
     """
     from seqtile.train.load import check_split, load_config
     from seqtile.train.run import fitted, locate, require_packages
@@ -84,17 +85,14 @@ def launch(
     settings = " ".join(f"{name}={value}" for name, value in engine_environment(recipe).items())
     say(f"engine {recipe.engine}, {recipe.nproc} processes{': ' if settings else ''}{settings}")
     if nodes is not None:
-        say(
-            f"node {nodes.rank} of {count}: waiting for the other nodes at {nodes.rendezvous} (up to {wait_seconds:g} "
-            "s)"
-        )
+        limit = f"up to {wait_seconds:g} s"
+        say(f"node {nodes.rank} of {count}: waiting for the other nodes at {nodes.rendezvous} ({limit})")
     say("no progress bar under an engine: rank 0 prints about 30 steps, metrics.jsonl has all")
     retries: list[dict[str, Any]] = []
     while True:
         how = {"resume": resume or start is not None, "resume_from": start.name if start else None,
                "overwrite": overwrite, "checked": start is not None, "retries": retries}  # fmt: skip
         with tempfile.TemporaryDirectory(prefix="seqtile-") as name:
-            output = Path(str(recipe.output))
             try:
                 code = run_ranks(recipe, Path(name), how, worker, nodes, wait_seconds)
                 if nodes is not None and code:
@@ -102,7 +100,7 @@ def launch(
                     say(f"{number.name} on one of the nodes stopped the run; resume with --resume on each node")
                 return code
             except RunError as error:
-                start, _ = newest_whole(output)
+                start, _ = newest_whole(Path(str(recipe.output)))
                 retry_file = Path(name, RETRY_FILE)
                 if start is None or not retry_file.is_file():
                     raise
@@ -170,45 +168,22 @@ def run_ranks(
     nodes: Nodes | None = None,
     wait_seconds: float = WAIT_SECONDS,
 ) -> int:
-    """Start this node's processes and wait for them; returns the exit code of a run that came to its end in order.
+    """Start this node's processes and wait for them; return the exit code of a run that ended in order.
 
     Raises:
-        UserError, RunError: what the process said that failed first.
-        StoppedAtOnce: a signal ended them before they could save.
+        UserError, RunError: the error of the process that failed first.
+        StoppedAtOnce: a signal ended the processes before they could save.
     """
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
     save_recipe(recipe, folder / RECIPE_FILE)
-    orders = {**how, "front": os.getpid(), "signals": stop_signals()}
-    (folder / HOW_FILE).write_text(json.dumps(orders), encoding="utf-8")
+    worker_arguments = {**how, "front": os.getpid(), "signals": stop_signals()}
+    (folder / HOW_FILE).write_text(json.dumps(worker_arguments), encoding="utf-8")
     processes = (recipe.nproc or 1) // (nodes.count if nodes else 1)
-    config = LaunchConfig(
-        min_nodes=nodes.count if nodes else 1,
-        max_nodes=nodes.count if nodes else 1,
-        nproc_per_node=processes,
-        run_id="seqtile",
-        rdzv_backend="static" if nodes else "c10d",
-        rdzv_endpoint=nodes.rendezvous if nodes else "localhost:0",
-        rdzv_configs={"rank": nodes.rank, "timeout": math.ceil(wait_seconds)} if nodes else {},
-        max_restarts=0,
-        logs_specs=DefaultLogsSpecs(log_dir=str(folder / "logs")),
-    )
+    config = _agent_config(processes, folder, nodes, wait_seconds)
     # "-P": no module of the user's folder hides Python's own.
     command = [*_changed_environment(recipe, processes), sys.executable, "-P", "-u", "-m", worker, str(folder)]
-    elastic = logging.getLogger("torch.distributed.elastic")  # one sentence below replaces its report of a failure
-    elastic.addHandler(logging.NullHandler())
-    elastic.propagate = False
     results = list[BaseException | None]()
-
-    def run_agent() -> None:
-        try:
-            with blocked_signals():  # signals wait until a worker handles them
-                elastic_launch(config, "env")(*command)
-            results.append(None)
-        except BaseException as error:  # noqa: BLE001 (looked at below)
-            results.append(error)
-
+    agent = threading.Thread(target=_run_agent, args=(config, command, results), daemon=True)
+    shared = nearest_folder(recipe) / SHARED_FILE
     request, deadline, urgent = new_request(), math.inf, 0
 
     def pass_on(number: int, _: FrameType | None) -> None:
@@ -219,7 +194,6 @@ def run_ranks(
         if urgent:
             deadline = min(deadline, time.monotonic() + (0 if urgent > 1 else GRACE_SECONDS))
 
-    agent, shared = threading.Thread(target=run_agent, daemon=True), nearest_folder(recipe) / SHARED_FILE
     with handle_signals(stop_signals(), pass_on):
         try:
             if nodes is not None and nodes.rank == 0:
@@ -242,8 +216,40 @@ def run_ranks(
     return int(stopped.read_text()) if stopped.is_file() else 0
 
 
+def _agent_config(processes: int, folder: Path, nodes: Nodes | None, wait_seconds: float) -> LaunchConfig:
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.launcher.api import LaunchConfig
+
+    return LaunchConfig(
+        min_nodes=nodes.count if nodes else 1,
+        max_nodes=nodes.count if nodes else 1,
+        nproc_per_node=processes,
+        run_id="seqtile",
+        rdzv_backend="static" if nodes else "c10d",
+        rdzv_endpoint=nodes.rendezvous if nodes else "localhost:0",
+        rdzv_configs={"rank": nodes.rank, "timeout": math.ceil(wait_seconds)} if nodes else {},
+        max_restarts=0,
+        logs_specs=DefaultLogsSpecs(log_dir=str(folder / "logs")),
+    )
+
+
+def _run_agent(config: LaunchConfig, command: Sequence[str], results: list[BaseException | None]) -> None:
+    """Run the workers to their end; append None, or the agent's error, to ``results``."""
+    from torch.distributed.launcher.api import elastic_launch
+
+    elastic = logging.getLogger("torch.distributed.elastic")  # our one sentence replaces its report of a failure
+    elastic.addHandler(logging.NullHandler())
+    elastic.propagate = False
+    try:
+        with blocked_signals():  # signals wait until a worker handles them
+            elastic_launch(config, "env")(*command)
+        results.append(None)
+    except BaseException as error:  # noqa: BLE001 (run_ranks raises it, or another in its place)
+        results.append(error)
+
+
 def _changed_environment(recipe: Recipe, processes: int) -> list[str]:
-    """Assignments of the environment variables that a worker has otherwise than this process."""
+    """Assignments of the environment variables that differ between a worker and this process."""
     # PyTorch reads the number of threads when it is imported.
     threads = {"OMP_NUM_THREADS": str(max(1, cpu_cores() // processes))}
     environment = threads | dict(os.environ) | engine_environment(recipe)

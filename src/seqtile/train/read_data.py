@@ -60,34 +60,22 @@ def read_data(recipe: Recipe, output: Path, stage: Callable[[str], None], *, dec
         decodes: decode every picture once, which detects broken files; else read its size alone.
 
     Raises:
-        UserError: rows or settings of which something would be trained that they do not say.
+        UserError: invalid rows, or settings under which the rows would be trained otherwise than they say.
     """
     trainer_values(recipe)  # these two checks need no data
     config = load_config(recipe)
     tokenizer = trained_tokenizer(tokenizer_of(recipe), recipe.trainer)
     takes_pictures = "vision" in towers_of(config)
     stops = stop_tokens(recipe, config, tokenizer)
+    text_field = recipe.trainer.get("dataset_text_field", "text")
     settings = {
-        "text_field": recipe.trainer.get("dataset_text_field", "text"),
+        "text_field": text_field,
         "skip": recipe.skip_bad_rows,
         "assistant_only": bool(recipe.trainer.get("assistant_only_loss")),
         "completion_only": recipe.trainer.get("completion_only_loss"),
         "json_arguments": takes_json_arguments(tokenizer),
     }
-    loaded: dict[str, Loaded] = {}
-    for name, dataset, key, split, config_name in (
-        ("train", recipe.dataset, "dataset_split", recipe.dataset_split, recipe.dataset_config),
-        ("eval", recipe.eval_dataset, "eval_split", recipe.eval_split, recipe.eval_config),
-    ):
-        streaming = recipe.streaming and name == "train"
-        if dataset == DEMO:
-            loaded[name] = Loaded(DEMO, demo.demo_rows(tokenizer, recipe.max_length))
-        elif dataset is not None:
-            stage(f"reading {dataset}")
-            loaded[name] = load_rows(
-                dataset, key=key, split=split, config=config_name, text_field=settings["text_field"],
-                streaming=streaming,
-            )  # fmt: skip
+    loaded = _load_datasets(recipe, tokenizer, text_field, stage)
     check_settings = {**settings, "media": takes_pictures, "decodes": decodes}
     row_count = 0 if recipe.streaming else len(loaded["train"].rows)
     arguments = trainer_arguments(recipe, output, documents=loaded["train"].documents, rows=row_count)
@@ -121,6 +109,24 @@ def read_data(recipe: Recipe, output: Path, stage: Callable[[str], None], *, dec
         row_set.sample = check_rendered(row_set, processor.tokenizer, arguments, stops, collator)
         row_set.summary = count_tokens(row_set, collator, arguments.max_length, skip=recipe.skip_bad_rows)
     return Data(arguments, sets, stream, processor)
+
+
+def _load_datasets(recipe: Recipe, tokenizer: Any, text_field: str, stage: Callable[[str], None]) -> dict[str, Loaded]:
+    """The unchecked rows of ``"train"``, and of ``"eval"`` if there is an evaluation."""
+    loaded: dict[str, Loaded] = {}
+    for name, dataset, key, split, config in (
+        ("train", recipe.dataset, "dataset_split", recipe.dataset_split, recipe.dataset_config),
+        ("eval", recipe.eval_dataset, "eval_split", recipe.eval_split, recipe.eval_config),
+    ):
+        streaming = recipe.streaming and name == "train"
+        if dataset == DEMO:
+            loaded[name] = Loaded(DEMO, demo.demo_rows(tokenizer, recipe.max_length))
+        elif dataset is not None:
+            stage(f"reading {dataset}")
+            loaded[name] = load_rows(
+                dataset, key=key, split=split, config=config, text_field=text_field, streaming=streaming
+            )
+    return loaded
 
 
 def refuse_beside_pictures(recipe: Recipe, sets: Mapping[str, RowSet], arguments: SFTConfig) -> None:

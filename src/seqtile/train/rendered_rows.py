@@ -95,17 +95,15 @@ class RowSet:
 def check_rendered(
     row_set: RowSet, tokenizer: Any, arguments: Any, stops: Set[int] = frozenset(), collator: Any = None
 ) -> list[Tokens]:
-    """Refuse rows of which something would not be trained, or would not count as they say; report what is changed.
+    """Render the sample of a set; refuse rows that would lose messages or labels, report what the template changes.
 
     Args:
-        row_set: of which the sample is rendered.
         tokenizer: of :func:`trained_tokenizer`.
-        arguments: the trainer's (``SFTConfig``).
         stops: ids of the tokens at which the trained model stops generating.
-        collator: of rows with pictures, which makes batches of them.
+        collator: makes batches of rows with pictures.
 
     Returns:
-        The sample as it will be trained, whole.
+        The sample as it will be trained, before any cut.
 
     Raises:
         UserError: the first invalid row, or settings of the loss that no row supports.

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import platform
 import signal
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from seqtile.devices import device_name, package_version
+from seqtile.train.atomic_files import write_whole
 from seqtile.train.resume import PACKAGES
 
 if TYPE_CHECKING:
@@ -60,9 +62,9 @@ class Outcome:
     retries: tuple[dict[str, Any], ...] = ()
 
 
-def numbers(outcome: Outcome) -> dict[str, Any]:
-    """Everything measured, with versions, device, command and date."""
-    return {
+def with_report(outcome: Outcome, folder: Path) -> Outcome:
+    """Write ``report.json``: everything measured, with versions, device, command and date."""
+    values = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": ["seqtile", *sys.argv[1:]],
         "device": device_name(),
@@ -81,6 +83,9 @@ def numbers(outcome: Outcome) -> dict[str, Any]:
         else {"step": outcome.best[0], f"eval_{outcome.best_metric}": outcome.best[1]},
         "comparison": None if outcome.comparison is None else _comparison(outcome.comparison),
     }
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(folder / "report.json", json.dumps(values, indent=1) + "\n")
+    return replace(outcome, report=folder)
 
 
 def _comparison(comparison: Comparison) -> dict[str, Any]:

@@ -126,7 +126,7 @@ def _on_other_processes(recipe: Recipe, saved: Recipe, changes: dict[str, Any]) 
 
 
 def describe_run(recipe: Recipe, trainer: Any) -> dict[str, Any]:
-    """Compare a checkpoint's mark with this run: data, frozen weights, versions, tiles.
+    """Describe what a checkpoint's mark keeps of a run: data, frozen weights, versions, tiles.
 
     Cost: a digest of 64 rows evenly spaced, 8 KiB of each of their pictures, and 16 elements of each frozen weight.
     """
@@ -143,17 +143,10 @@ def describe_run(recipe: Recipe, trainer: Any) -> dict[str, Any]:
 def check_same_run(
     run: dict[str, Any], checkpoint: Path, recipe: Recipe, trainer: Any, tiling: Report | None
 ) -> list[str]:
-    """Compare a run with the one that wrote ``checkpoint``.
-
-    Args:
-        run: this run, from :func:`describe_run`.
-        checkpoint: what it is to continue from.
-        recipe: this run's recipe, already compared with the saved one.
-        trainer: this run's trainer.
-        tiling: what was tiled in this run.
+    """Compare ``run``, of :func:`describe_run`, with the run that wrote ``checkpoint``.
 
     Returns:
-        Sentences on what will be computed otherwise.
+        Sentences on what this run computes differently.
 
     Raises:
         UserError: other data, other frozen weights or another number of processes: it would be another run.

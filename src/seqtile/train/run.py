@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,6 @@ from seqtile._errors import RunError, UserError, in_its_words, is_ours
 from seqtile._log import first_rank_logger
 from seqtile._sentences import counted
 from seqtile.devices import accelerator, is_out_of_memory
-from seqtile.train.atomic_files import write_whole
 from seqtile.train.recipe import DEMO_STEPS, RECIPE_FILE, Recipe, resolve, save_recipe
 
 if TYPE_CHECKING:
@@ -43,22 +41,22 @@ def train(
     trust_checkpoint: bool = False,
     checked: bool = False,
 ) -> Outcome:
-    """Train what ``recipe`` says and save it.
+    """Train a recipe's model and save it.
 
     Nothing is written before every check has passed. Ctrl-C, SIGTERM and SIGHUP save a checkpoint after
     the running step.
 
     Args:
-        recipe: what to do.
+        recipe: the run's settings.
         resume: continue the run in ``recipe.output`` from its newest whole checkpoint, to the losses that it would
             have had without the interruption; from the first step if nothing of it was saved.
         resume_from: with ``resume``, the name of another checkpoint there, marked whole or not.
         overwrite: replace an earlier run in ``recipe.output``.
         callbacks: the trainer's, beside the run's own.
-        display: shows what is being done, and the steps.
-        retries: what the command in front has gone on with before, after an out-of-memory.
+        display: shows the current stage, and the steps.
+        retries: the settings that the launching command changed after each earlier out-of-memory.
         trust_checkpoint: with ``resume``, let the checkpoint's pickles call any function.
-        checked: with ``resume_from``, the command in front has read that checkpoint to its end.
+        checked: with ``resume_from``, the launching command has read that checkpoint to its end.
 
     Raises:
         UserError: bad input, in one sentence.
@@ -66,58 +64,26 @@ def train(
     """
     from seqtile.engines.build_locks import check_build_locks
     from seqtile.train.ranks import is_first, join_launch
-    from seqtile.train.retry import OutOfMemory, release, said
-    from seqtile.train.run_directory import LOCK, disk_error, newest_whole
 
     require_packages()
-    from filelock import FileLock
-    from torch.distributed.checkpoint.api import CheckpointException  # of sharded checkpoints, and no Exception
-
     recipe = resolve(join_launch(recipe))
     if recipe.engine.startswith("zero") and is_first():
         check_build_locks()
     trust = {"trust_checkpoint": trust_checkpoint, "checked": checked}
     recipe, start = locate(recipe, resume=resume, resume_from=resume_from, overwrite=overwrite, **trust)
     recipe = fitted(recipe, start, logger.info)
-    done = list(retries)
-    lock = FileLock(Path(str(recipe.output)) / LOCK)
-    try:
-        while True:
-            try:
-                return _attempt(recipe, start, resume, overwrite, callbacks, done, display, lock)
-            except OutOfMemory as error:
-                if error.retry is None or recipe.engine != "single":
-                    raise
-                retry, retries = error.retry, error.done
-            except UserError:
-                raise
-            except (Exception, CheckpointException) as error:
-                of_disk = disk_error(error, Path(str(recipe.output)))
-                if of_disk is None:
-                    raise
-                raise of_disk from None
-            # The error is released here, and with it the model and the trainer in its frames.
-            release()
-            start, _ = newest_whole(Path(str(recipe.output)))
-            if start is None:
-                raise RunError(f"out of memory, and no complete checkpoint in {recipe.output} to resume from")
-            recipe, overwrite = recipe.changed(**retry["recipe"]), False
-            done = [*retries, {**retry, "how": f"from {start.name}"}]
-            logger.warning("%s", said(done[-1]))
-    finally:
-        with suppress(OSError):  # it would hide how the run ended
-            lock.release(force=True)
+    return _train_with_retries(recipe, start, resume, overwrite, callbacks, retries, display)
 
 
 def fitted(recipe: Recipe, start: Path | None, tell: Callable[[str], None], nodes: int = 1) -> Recipe:
-    """``recipe`` with what it leaves to be chosen; a run that goes on keeps what it has.
+    """``recipe`` with the settings that the planner chooses; a resumed run keeps its settings.
 
-    Not told whether to choose, it does where there is an accelerator, but not for the demo, which shows one setting
-    tiled and untiled; and without a plan it leaves things as they are.
+    ``fit=None`` chooses settings on accelerators, except for the demo, which compares one setting tiled and untiled,
+    and keeps the recipe if planning fails.
 
     Raises:
-        UserError: it was told to, and no plan knows a setting.
-        RunError: it was told to, and nothing fits.
+        UserError: with ``fit=True``, the planner does not support a setting.
+        RunError: with ``fit=True``, no setting fits.
     """
     if recipe.fit is False or (recipe.fit is None and (recipe.is_demo or accelerator() is None)):
         return recipe
@@ -137,16 +103,63 @@ def fitted(recipe: Recipe, start: Path | None, tell: Callable[[str], None], node
     return choice.recipe
 
 
+def _train_with_retries(
+    recipe: Recipe, start: Path | None, resume: bool, overwrite: bool, callbacks: Sequence[TrainerCallback],
+    retries: Sequence[dict[str, Any]], display: Display | None,
+) -> Outcome:  # fmt: skip
+    """Train; after an out-of-memory, continue from the newest checkpoint with settings that need less memory."""
+    from filelock import FileLock
+
+    from seqtile.train.retry import OutOfMemory, release, said
+    from seqtile.train.run_directory import LOCK, newest_whole
+
+    output = Path(str(recipe.output))
+    lock = FileLock(output / LOCK)
+    try:
+        while True:
+            try:
+                with _reporting_disk_errors(output):
+                    return _attempt(recipe, start, resume, overwrite, callbacks, retries, display, lock)
+            except OutOfMemory as error:
+                if error.retry is None or recipe.engine != "single":
+                    raise
+                retry, earlier_retries = error.retry, error.done
+            # The error is released here, and with it the model and the trainer in its frames.
+            release()
+            start, _ = newest_whole(output)
+            if start is None:
+                raise RunError(f"out of memory, and no complete checkpoint in {output} to resume from")
+            recipe, overwrite = recipe.changed(**retry["recipe"]), False
+            retries = [*earlier_retries, {**retry, "how": f"from {start.name}"}]
+            logger.warning("%s", said(retries[-1]))
+    finally:
+        with suppress(OSError):  # another error would hide how the run ended
+            lock.release(force=True)
+
+
+@contextmanager
+def _reporting_disk_errors(output: Path) -> Iterator[None]:
+    """Raise an error that the disk caused as one sentence that names the disk and the last checkpoint."""
+    from torch.distributed.checkpoint.api import CheckpointException  # of sharded checkpoints, and no Exception
+
+    from seqtile.train.retry import OutOfMemory
+    from seqtile.train.run_directory import disk_error
+
+    try:
+        yield
+    except (OutOfMemory, UserError):
+        raise
+    except (Exception, CheckpointException) as error:
+        of_disk = disk_error(error, output)
+        if of_disk is None:
+            raise
+        raise of_disk from None
+
+
 def _attempt(
-    recipe: Recipe,
-    start: Path | None,
-    resume: bool,
-    overwrite: bool,
-    callbacks: Sequence[TrainerCallback],
-    retries: Sequence[dict[str, Any]],
-    display: Display | None,
-    lock: BaseFileLock,
-) -> Outcome:
+    recipe: Recipe, start: Path | None, resume: bool, overwrite: bool, callbacks: Sequence[TrainerCallback],
+    retries: Sequence[dict[str, Any]], display: Display | None, lock: BaseFileLock,
+) -> Outcome:  # fmt: skip
     """Train once, from ``start`` or from the first step."""
     from seqtile.train.metrics import Silent
     from seqtile.train.resume import check_same_run, describe_run
@@ -241,21 +254,10 @@ def require_packages() -> None:
 
 def _build(recipe: Recipe, output: Path, start: Path | None, display: Display) -> tuple[Any, Report | None]:
     """Data, model, tiling and trainer; each refuses bad input before the next, slower one starts."""
-    from seqtile.install.adapters import find_unread
     from seqtile.lm_loss.tiled_loss import find_causal_lms
     from seqtile.models.causal import causal_model
     from seqtile.train.arguments import adapter_config, describe_adapters, load_adapters
-    from seqtile.train.load import (
-        check_checkpoints,
-        check_split,
-        load_model,
-        repair_generation,
-        result_dtype,
-        tile,
-        tile_head,
-        use_liger,
-    )
-    from seqtile.train.packing import check_packing
+    from seqtile.train.load import check_split, result_dtype, tile, tile_head, use_liger
     from seqtile.train.ranks import agree, is_launched, prepare_on_cpu
     from seqtile.train.read_data import read_data
 
@@ -265,19 +267,8 @@ def _build(recipe: Recipe, output: Path, start: Path | None, display: Display) -
     decodes = recipe.skip_bad_rows or not is_launched() or os.environ["LOCAL_RANK"] == "0"
     data = read_data(recipe, output, display.stage, decodes=decodes)
     agree(recipe, data, start)
-    arguments, sets, stream = data.arguments, data.sets, data.stream
     display.stage(f"loading the weights of {recipe.model}")
-    model, tokenizer = load_model(recipe, pictures=data.processor is not None)
-    if recipe.lora is None and (repaired := repair_generation(model, recipe.model)):
-        logger.warning(repaired)
-    unread = find_unread(model)
-    if unread and data.processor is None:
-        # Without a gradient they train nothing, DDP waits for them, and engines keep optimizer states for them.
-        for name in unread:
-            model.get_submodule(name).requires_grad_(False)
-        logger.warning("frozen, because no text reaches them: %s", ", ".join(unread))
-    check_packing(model, arguments)
-    check_checkpoints(model, arguments)
+    model, tokenizer, unread = _load_checked(recipe, data)
     display.stage("tiling")
     if liger := use_liger(model, recipe):
         logger.info(liger)
@@ -285,18 +276,19 @@ def _build(recipe: Recipe, output: Path, start: Path | None, display: Display) -
     if recipe.loss_tile:
         find_causal_lms(model)  # before the trainer is built, which takes longer
     prepare_on_cpu(recipe)
-    if stream or data.processor is not None:
-        display.stage(f"reading {recipe.dataset}")
-    else:
-        display.stage(f"tokenizing {counted(len(sets['train'].rows), 'row')}")
+    reads = data.stream is not None or data.processor is not None
+    display.stage(
+        f"reading {recipe.dataset}" if reads else f"tokenizing {counted(len(data.sets['train'].rows), 'row')}"
+    )
     trainer = _trainer(model, data, data.processor or tokenizer, adapter_config(recipe.lora, model, unread))
     trainer.result_dtype = result_dtype(recipe)
-    if stream is not None:
-        logger.info("data: streaming, in the dataset's order%s", sets["train"].row_format.advice)
+    advice = {name: row_set.row_format.advice for name, row_set in data.sets.items()}
+    if data.stream is not None:
+        logger.info("data: streaming, in the dataset's order%s", advice["train"])
     for name, summary in trainer.data.items():
-        logger.info("%s: %s%s", "data" if name == "train" else f"{name} data", summary, sets[name].row_format.advice)
-    if stream is not None:
-        trainer.data["train"] = stream.summary
+        logger.info("%s: %s%s", "data" if name == "train" else f"{name} data", summary, advice[name])
+    if data.stream is not None:
+        trainer.data["train"] = data.stream.summary
     if recipe.lora is not None:
         # TRL has added the adapters: blocks, projections and experts are checked with them.
         tiling = tile(causal_model(trainer.model), recipe)
@@ -310,6 +302,26 @@ def _build(recipe: Recipe, output: Path, start: Path | None, display: Display) -
     if recipe.loss_tile:
         tile_head(causal_model(trainer.model), recipe.loss_tile)
     return trainer, tiling
+
+
+def _load_checked(recipe: Recipe, data: Data) -> tuple[Any, Any, list[str]]:
+    """The model, its tokenizer, and the names of modules that no text reaches, frozen if the data has no pictures."""
+    from seqtile.install.adapters import find_unread
+    from seqtile.train.load import check_checkpoints, load_model, repair_generation
+    from seqtile.train.packing import check_packing
+
+    model, tokenizer = load_model(recipe, pictures=data.processor is not None)
+    if recipe.lora is None and (repaired := repair_generation(model, recipe.model)):
+        logger.warning(repaired)
+    unread = find_unread(model)
+    if unread and data.processor is None:
+        # Without a gradient they train nothing, DDP waits for them, and engines keep optimizer states for them.
+        for name in unread:
+            model.get_submodule(name).requires_grad_(False)
+        logger.warning("frozen, because no text reaches them: %s", ", ".join(unread))
+    check_packing(model, data.arguments)
+    check_checkpoints(model, data.arguments)
+    return model, tokenizer, unread
 
 
 def _trainer(model: Any, data: Data, tokenizer: Any, adapters: Any) -> Any:
@@ -381,21 +393,16 @@ def _train_steps(trainer: Any, resume_from: Path | None, stop: StopOnSignal, clo
 
 
 def _train_and_save(
-    recipe: Recipe,
-    output: Path,
-    trainer: Any,
-    tiling: Report | None,
-    resume_from: Path | None,
-    callbacks: Sequence[TrainerCallback],
-    display: Display,
-) -> Outcome:
+    recipe: Recipe, output: Path, trainer: Any, tiling: Report | None, resume_from: Path | None,
+    callbacks: Sequence[TrainerCallback], display: Display,
+) -> Outcome:  # fmt: skip
     import torch
 
     from seqtile.install.runs import what_ran
     from seqtile.train.callbacks import CheckFirstStep, CheckModel, Clock, EndSlowDemo, StopOnSignal
     from seqtile.train.metrics import Metrics
     from seqtile.train.ranks import is_first
-    from seqtile.train.result_report import Outcome, numbers
+    from seqtile.train.result_report import Outcome, with_report
     from seqtile.train.retry import StepWatch
     from seqtile.train.trainer_fields import best_metric
 
@@ -437,9 +444,5 @@ def _train_and_save(
         ran=ran,
         retries=tuple(trainer.run["retries"]),
     )
-    if not recipe.report or not is_first() or outcome.stopped_by is not None:
-        return outcome
-    report = output / "report"
-    report.mkdir(parents=True, exist_ok=True)
-    write_whole(report / "report.json", json.dumps(numbers(outcome), indent=1) + "\n")
-    return replace(outcome, report=report)
+    writes = recipe.report and is_first() and outcome.stopped_by is None
+    return with_report(outcome, output / "report") if writes else outcome
