@@ -93,91 +93,110 @@ class _Keeping(torch.autograd.Function):
         return grads[0], None
 
 
-def features_in_groups(
-    owner: nn.Module,
-    method: Callable[..., Any],
-    units: Units,
-    groups: Sequence[tuple[int, int]],
-    form: Form,
-    weights: Weights,
-    changed: Changed = str,
-    *,
-    frozen: FrozenLayers | None = None,
-    live_bytes: Callable[[], int] | None = None,
-) -> Any:
-    """One call of ``method`` in groups.
+class GroupedCall:
+    """One call of a method in groups.
 
     Args:
-        owner: whose method it is.
+        owner: the module that has the method.
         method: computes features.
-        units: what its call is cut into.
+        units: the pictures of the call.
         groups: first unit of each group, and the one after its last.
-        form: of its results.
-        weights: the owner's live weights by name.
-        changed: as for :func:`seqtile.ops.tile_checkpoint.run_in_tiles`.
+        form: of the method's results.
         frozen: layers that a recompute leaves out.
-        live_bytes: counts live bytes, for plans, where pictures have one size: of more than four groups the first two
-            and the last one run, and what those between give and keep is only allocated.
-
-    Returns:
-        The result of the whole call, but for what is in :data:`seqtile.vision.feature_form.INNER`.
-
-    Cost:
-        Under gradients the products of the tower under one checkpoint; with ``frozen`` only the trained modules run
-        again. Memory between forward and backward: the pixels and the features, with ``frozen`` also the
-        inputs of the trained modules; in a forward or backward also what the tower keeps of one group.
     """
-    swap, shapes = ParameterSwap((owner,)), dict[int, GroupShapes]()
-    few = live_bytes is not None and len(groups) > 4
-    if few:
-        groups = [*groups[:2], (groups[2][0], groups[-1][0]), groups[-1]]
-    of_second: list[tuple[int, int, torch.dtype]] = []
-    live_at: dict[int, int] = {}
 
-    def features(tensors: Sequence[Tensor], index: int) -> list[Tensor]:
-        shapes[index] = GroupShapes()
-        with nullcontext() if frozen is None else frozen.of(index):
-            rows = [*rows_of(form, method(**units.arguments(tensors, *groups[index])), shapes[index])]
-        if index == 1:
-            of_second[:] = [(len(part), part.shape[-1], part.dtype) for part in rows]
-        return rows
+    def __init__(
+        self, owner: nn.Module, method: Callable[..., Any], units: Units, groups: Sequence[tuple[int, int]], form: Form,
+        *, frozen: FrozenLayers | None = None,
+    ) -> None:  # fmt: skip
+        self._method, self._units, self.groups, self._form, self._frozen = method, units, groups, form, frozen
+        self._swap = ParameterSwap((owner,))
+        self.shapes: dict[int, GroupShapes] = {}
 
-    def allocated(aliases: Mapping[str, Tensor]) -> list[Tensor]:
-        """What the groups between the second and the last give."""
-        (begin, end), (first, last) = groups[2], groups[1]
-        times, pieces = (end - begin) / (last - first), len(units.pieces(*groups[2]))
-        of_results = sum(rows * width * dtype.itemsize for rows, width, dtype in of_second)
-        kept = 0 if 2 in shapes else max(0, round((live_at[2] - live_at[1] - of_results) * times))  # by a forward
-        shapes[2] = GroupShapes()
-        shapes[2].tails = shapes[1].tails
-        shapes[2].entries = [[round(sum(entry) * times / pieces)] * pieces for entry in shapes[1].entries]
-        trained = [alias for alias in aliases.values() if alias.requires_grad]
-        weight = min(trained, key=Tensor.numel) if trained else None
-        if weight is None:
-            return [
-                torch.empty(round(rows * times), width, dtype=dtype, device=units.tensors[0].device)
-                for rows, width, dtype in of_second
-            ]
-        first_value = _Keeping.apply(weight.flatten()[:1], kept)  # type: ignore[no-untyped-call]
-        return [first_value.to(dtype).expand(round(rows * times), width).clone() for rows, width, dtype in of_second]
+    def run(self, weights: Weights, changed: Changed = str) -> Any:
+        """Compute the result of the whole call, without what :data:`seqtile.vision.feature_form.INNER` names.
 
-    def run(tensors: Sequence[Tensor], aliases: Mapping[str, Tensor], _: State, index: int) -> tuple[Any, State]:
+        Args:
+            weights: the owner's live weights by name.
+            changed: as for :func:`seqtile.ops.tile_checkpoint.run_in_tiles`.
+
+        Cost:
+            Under gradients the products of the tower under one checkpoint; with ``frozen`` only the trained modules
+            run again. Memory between forward and backward: the pixels and the features, with ``frozen`` also the
+            inputs of the trained modules; in a forward or backward also what the tower keeps of one group.
+        """
+        units = self._units
+        cuts = GroupCuts(units, self.groups)
+        rows = run_with_cuts(self._run_group, units.tensors, cuts, weights=weights, changed=changed)
+        entries = []
+        for number in range(len(self.shapes[0].entries)):
+            of_owners = [0] * units.owner_count
+            for index, group in enumerate(self.groups):
+                for owner_number, count in zip(units.pieces(*group), self.shapes[index].entries[number], strict=True):
+                    of_owners[owner_number] += count
+            entries.append(of_owners)
+        return restored(self._form, iter(rows), iter(entries), iter(self.shapes[0].tails), units.owner_count)
+
+    def _run_group(
+        self, tensors: Sequence[Tensor], aliases: Mapping[str, Tensor], _: State, index: int
+    ) -> tuple[list[Tensor], State]:
         with inside():
-            if live_bytes is not None:
-                live_at.setdefault(index, live_bytes())
-            if few and index == 2:
-                return allocated(aliases), ()
-            if not aliases:
-                return features(tensors, index), ()
-            named = {f"0.{name}": alias for name, alias in aliases.items()}
-            return call_with_weights(swap, named, (features, tensors, index)), ()
+            return self.compute(tensors, aliases, index), ()
 
-    rows = run_with_cuts(run, units.tensors, GroupCuts(units, groups), weights=weights, changed=changed)
-    entries = []
-    for number in range(len(shapes[0].entries)):
-        of_owners = [0] * units.owner_count
-        for index, group in enumerate(groups):
-            for owner_number, count in zip(units.pieces(*group), shapes[index].entries[number], strict=True):
-                of_owners[owner_number] += count
-        entries.append(of_owners)
-    return restored(form, iter(rows), iter(entries), iter(shapes[0].tails), units.owner_count)
+    def compute(self, tensors: Sequence[Tensor], aliases: Mapping[str, Tensor], index: int) -> list[Tensor]:
+        """The features of one group."""
+        if not aliases:
+            return self._features(tensors, index)
+        named = {f"0.{name}": alias for name, alias in aliases.items()}
+        features: list[Tensor] = call_with_weights(self._swap, named, (self._features, tensors, index))
+        return features
+
+    def _features(self, tensors: Sequence[Tensor], index: int) -> list[Tensor]:
+        self.shapes[index] = GroupShapes()
+        with nullcontext() if self._frozen is None else self._frozen.of(index):
+            result = self._method(**self._units.arguments(tensors, *self.groups[index]))
+            return [*rows_of(self._form, result, self.shapes[index])]
+
+
+class PlannedCall(GroupedCall):
+    """For plans, in which pictures have one size: of more than four groups the first two and the last one run.
+
+    The groups between them only allocate what they would return and keep. ``live_bytes`` counts live bytes.
+    """
+
+    def __init__(self, live_bytes: Callable[[], int], *call: Any, **kwargs: Any) -> None:
+        super().__init__(*call, **kwargs)
+        self._live_bytes, self._live_at = live_bytes, dict[int, int]()
+        self._second: list[tuple[int, int, torch.dtype]] = []  # rows, width and type of the second group's features
+        self._skips = len(self.groups) > 4
+        if self._skips:
+            self.groups = [*self.groups[:2], (self.groups[2][0], self.groups[-1][0]), self.groups[-1]]
+
+    def compute(self, tensors: Sequence[Tensor], aliases: Mapping[str, Tensor], index: int) -> list[Tensor]:
+        self._live_at.setdefault(index, self._live_bytes())
+        if self._skips and index == 2:
+            return self._allocate(aliases)
+        features = super().compute(tensors, aliases, index)
+        if index == 1:
+            self._second = [(len(rows), rows.shape[-1], rows.dtype) for rows in features]
+        return features
+
+    def _allocate(self, aliases: Mapping[str, Tensor]) -> list[Tensor]:
+        """Empty features of the skipped groups, and in the forward as many bytes as their graphs keep."""
+        (begin, end), (first, last) = self.groups[2], self.groups[1]
+        times, pieces = (end - begin) / (last - first), len(self._units.pieces(begin, end))
+        kept_bytes = 0
+        if 2 not in self.shapes:  # in the forward
+            of_features = sum(rows * width * dtype.itemsize for rows, width, dtype in self._second)
+            kept_bytes = max(0, round((self._live_at[2] - self._live_at[1] - of_features) * times))
+        shapes = self.shapes[2] = GroupShapes()
+        shapes.tails = self.shapes[1].tails
+        shapes.entries = [[round(sum(entry) * times / pieces)] * pieces for entry in self.shapes[1].entries]
+        sizes = [((round(rows * times), width), dtype) for rows, width, dtype in self._second]
+        trained = [alias for alias in aliases.values() if alias.requires_grad]
+        if not trained:
+            device = self._units.tensors[0].device
+            return [torch.empty(size, dtype=dtype, device=device) for size, dtype in sizes]
+        weight = min(trained, key=Tensor.numel)
+        element = _Keeping.apply(weight.flatten()[:1], kept_bytes)  # type: ignore[no-untyped-call]
+        return [element.to(dtype).expand(size).clone() for size, dtype in sizes]

@@ -23,7 +23,7 @@ from seqtile.ops.rng import Autocast
 from seqtile.state.state_proof import TOLERANCE, distance
 from seqtile.vision.feature_form import FeatureTensor, Form, GroupShapes, form_of, rows_of
 from seqtile.vision.frozen_layers import FrozenLayers
-from seqtile.vision.group_node import features_in_groups
+from seqtile.vision.group_node import GroupedCall
 from seqtile.vision.picture_call import NotCutError, PictureCall, Units, has_videos, ways_to_cut
 
 
@@ -184,8 +184,8 @@ class _GroupTrial:
         return call_with_weights(ParameterSwap((self.owner,)), named, (run,))
 
     def _grouped(self, frozen: FrozenLayers | None = None) -> Any:
-        return features_in_groups(self.owner, self.method, self.units, self.groups, self.form,
-                         lambda: {name: self.weights[name] for name in self.trained}, frozen=frozen)  # fmt: skip
+        call = GroupedCall(self.owner, self.method, self.units, self.groups, self.form, frozen=frozen)
+        return call.run(lambda: {name: self.weights[name] for name in self.trained})
 
     def _with_gradients(self, run: Callable[[], Any]) -> dict[str, Tensor]:
         rows = self._rows(run())

@@ -24,7 +24,7 @@ from seqtile.recognise.live_weights import foreign_hooks
 from seqtile.recognise.snapshot import SameSettings
 from seqtile.tiling import group_ranges
 from seqtile.vision.frozen_layers import FrozenLayers
-from seqtile.vision.group_node import features_in_groups
+from seqtile.vision.group_node import GroupedCall, PlannedCall
 from seqtile.vision.group_proof import GroupProofs
 from seqtile.vision.picture_call import NotCutError, PictureCall
 
@@ -153,10 +153,8 @@ class VisionTower(StandIn):
         with nullcontext() if proof.trained else torch.no_grad():
             changed = SameSettings(modules).changed if proof.trained else str
             frozen = (FrozenLayers(self.computing(), live().values()) or None) if proof.skips_frozen else None
-            return features_in_groups(
-                self.module, original, units, groups, proof.form, live, changed, frozen=frozen,
-                live_bytes=self.live_bytes,
-            )  # fmt: skip
+            kind = GroupedCall if self.live_bytes is None else partial(PlannedCall, self.live_bytes)
+            return kind(self.module, original, units, groups, proof.form, frozen=frozen).run(live, changed)
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def _runs_whole(self, method: str, why: str) -> bool:
