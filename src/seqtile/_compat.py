@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint as _torch_checkpoint
 
 from seqtile.devices import package_version
@@ -462,6 +463,16 @@ HOOKS_SEE_WHAT_IS_KEPT = {
 }
 """Argument of a checkpoint by which offload hooks around it also see what a policy keeps: from torch 2.15 on, where the
 default is announced to change, and warns. PyTorch hands it to its own context only, so a wrapped one is told too."""
+
+
+def hooks_inside_checkpoints(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> saved_tensors_hooks:
+    """Hooks on what autograd saves, but not on what a selective checkpoint around them saves.
+
+    From torch 2.15 on that packs its results with the innermost hooks, other than those marked as a checkpoint's own.
+    """
+    vars(pack)["_checkpoint_internal"] = True
+    hooks: type[saved_tensors_hooks] = getattr(_torch_checkpoint, "_checkpoint_internal_hook", saved_tensors_hooks)
+    return hooks(pack, unpack)
 
 
 CHECKPOINT_KEYWORDS = {*inspect.signature(_torch_checkpoint.checkpoint).parameters, "preserve_rng_state"} - {

@@ -208,6 +208,18 @@ def test_what_a_selective_checkpoint_keeps_can_be_taken_and_put_back() -> None:
     assert torch.equal(recomputed, replacement)
 
 
+def test_a_selective_checkpoint_saves_past_hooks_inside_it() -> None:
+    x = torch.ones(2, requires_grad=True)
+    save = checkpoint.CheckpointPolicy.MUST_SAVE
+    forward, recompute = checkpoint.create_selective_checkpoint_contexts(lambda *_, **__: save)
+    vars(forward).update(_compat.HOOKS_SEE_WHAT_IS_KEPT)
+    with forward, _compat.hooks_inside_checkpoints(lambda _: None, lambda _: torch.empty(0)):
+        tripled = (x * 3).detach()
+    with recompute:
+        recomputed = (x * 3).detach()
+    assert torch.equal(recomputed, tripled)
+
+
 def test_a_name_that_is_gone_raises_at_its_first_use() -> None:
     gone = _compat._find("torch.nothing_of_that_name")
     for use in (lambda: gone(1), lambda: gone.default, lambda: isinstance(1, gone), lambda: list(gone)):

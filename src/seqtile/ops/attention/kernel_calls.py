@@ -16,9 +16,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
-from seqtile._compat import ATTENTION_KERNELS, TreeSpec, storage_key, tree_flatten, tree_unflatten
+from seqtile._compat import (
+    ATTENTION_KERNELS,
+    TreeSpec,
+    hooks_inside_checkpoints,
+    storage_key,
+    tree_flatten,
+    tree_unflatten,
+)
 from seqtile.counting.watch import LettingCompile, name_of
 from seqtile.ops.attention.backends import AllowedKernels, backend_of, refuse_wrong
 from seqtile.ops.rng import RandomState
@@ -87,7 +93,7 @@ def record(run: Callable[[], tuple[Tensor, Any]], *, for_backward: bool) -> tupl
 @contextmanager
 def _graph_without_tensors() -> Iterator[None]:
     """Gradient mode whose graph holds no tensors; hides the pack hooks of an activation checkpoint around it."""
-    with torch.enable_grad(), saved_tensors_hooks(lambda _: None, lambda _: torch.empty(0)):
+    with torch.enable_grad(), hooks_inside_checkpoints(lambda _: None, lambda _: torch.empty(0)):
         yield
 
 
