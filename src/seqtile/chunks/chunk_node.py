@@ -49,7 +49,7 @@ def run_segment(
     weights: Weights,
     changed: Changed = str,
 ) -> tuple[Any, list[Tensor]]:
-    """Layers, one after another, on one chunk after another.
+    """Run layers, one after another, on one chunk after another.
 
     Args:
         modules: the layers.
@@ -68,71 +68,90 @@ def run_segment(
         input to the host, the keys and values move there too. In the backward: gradients of the segment's keys and
         values, and one chunk's activations in all its layers.
     """
-    swap = ParameterSwap(modules)
-    begins, starts = _positions(cuts)
-    continues = {} if calls[0].segments is None else _continued(cuts, starts, calls[0].segments)
-    tiled = [tiled_layer(module) for module in modules]
-    autocast, random = Autocast.of(tensors[0]), _Randoms(modules[0], tensors[0].device)
-
-    def layers(tiles: Sequence[Tensor], state: State, index: int) -> tuple[Any, State]:
-        states, extra, result = list(state), list(tiles[1:]), None
-        left: list[Tensor] = []
-        captured: list[tuple[Tensor, bool]] = []
-        hidden_states = tiles[0]
-        for module, call, in_tiles in zip(modules, calls, tiled, strict=True):
-            own = [extra.pop(0) for _ in range(call.extra)]
-            before = tuple([states.pop(0) for _ in range(call.states if state else 0)])
-            view = view_in_chunks(module)  # FSDP1 keeps weights as attributes, which a view has as they now are
-            with inside_a_chunk(last=module is modules[-1]), router_logits_apart(call.captures) as logits:
-                result, after = call.run(
-                    view, [hidden_states, *own], before, begins[index], starts[index], tiles=in_tiles
-                )
-            hidden_states = next(leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
-            left += after
-            captured += [_by_row(x, hidden_states) for x in logits]
-        return (result, captured), tuple(left)
-
-    def run(tiles: Sequence[Tensor], aliases: Mapping[str, Tensor], state: State, index: int) -> tuple[Any, State]:
-        random.keep(index)
-        if not aliases:
-            return layers(tiles, state, index)
-        result: tuple[Any, State] = call_with_weights(swap, aliases, (layers, tiles, state, index))
-        return result
-
-    parked: list[tuple[KeyValues, list[Tensor | OffloadedTensor]]] = []
-
-    def before_backward(whole: Sequence[Tensor]) -> None:
-        """Project the first layer's keys and values again, dropped after the forward; fetch others from the host."""
-        for store, tensors in parked:
-            store.keys, store.values = [x if isinstance(x, Tensor) else x.take() for x in tensors]
-        if not keeps_graph():
-            parked.clear()
-        if not calls[0].projects_again:
-            return
-        for index, size in enumerate(cuts.sizes):
-            chunk = [tensor.narrow(1, starts[index], size) for tensor in whole[: 1 + calls[0].extra]]
-            with torch.no_grad(), autocast.on(), random.again(index):
-                view = view_in_chunks(modules[0])
-                calls[0].run(view, chunk, (), begins[index], starts[index], tiles=tiled[0], keys_only=True)
-
-    def drop(calls: Sequence[ChunkedCall]) -> None:
-        for store in (store for call in calls for store in call.stores):
-            store.drop()
-
-    def after_backward() -> None:
-        if not keeps_graph():
-            drop(calls)
-
+    segment = _SegmentRun(modules, calls, cuts, tensors[0])
+    continues = {} if calls[0].segments is None else _continued(cuts, segment.starts, calls[0].segments)
     output = run_with_state(
-        run, tensors, cuts.sizes, cuts.begins, weights, before_backward, after_backward, changed, continues
-    )
+        segment.run, tensors, cuts.sizes, cuts.begins, weights, segment.before_backward, segment.after_backward,
+        changed, continues,
+    )  # fmt: skip
     if calls[0].projects_again:
-        drop(calls[:1])
+        _drop(calls[:1])
     if any(tensor.requires_grad for tensor in tree_leaves(output) if isinstance(tensor, Tensor)):
-        for store in (store for call in calls for store in call.stores if store.keys is not None):
-            parked.append((store, parking.park(store.take())))
+        segment.park()
     result, captured = output
     return result, [logits.flatten(0, 1) if is_flat else logits for logits, is_flat in captured]
+
+
+class _SegmentRun:
+    """What the chunks of one call of a segment share, and keep until its backward."""
+
+    def __init__(
+        self, modules: Sequence[nn.Module], calls: Sequence[ChunkedCall], cuts: StateTiles, hidden_states: Tensor
+    ) -> None:
+        self._modules, self._calls, self._cuts = modules, calls, cuts
+        self._swap = ParameterSwap(modules)
+        self._tiled = [tiled_layer(module) for module in modules]
+        self._begins, self.starts = _positions(cuts)
+        self._autocast, self._random = Autocast.of(hidden_states), _Randoms(modules[0], hidden_states.device)
+        self._parked: list[tuple[KeyValues, list[Tensor | OffloadedTensor]]] = []
+
+    def run(
+        self, tiles: Sequence[Tensor], aliases: Mapping[str, Tensor], state: State, index: int
+    ) -> tuple[Any, State]:
+        """All layers on one chunk."""
+        self._random.keep(index)
+        if not aliases:
+            return self._layers(tiles, state, index)
+        result: tuple[Any, State] = call_with_weights(self._swap, aliases, (self._layers, tiles, state, index))
+        return result
+
+    def _layers(self, tiles: Sequence[Tensor], state: State, index: int) -> tuple[Any, State]:
+        states, arguments, result = list(state), list(tiles[1:]), None
+        states_after: list[Tensor] = []
+        captured: list[tuple[Tensor, bool]] = []
+        hidden_states, begin, start = tiles[0], self._begins[index], self.starts[index]
+        for module, call, in_tiles in zip(self._modules, self._calls, self._tiled, strict=True):
+            own_arguments = [arguments.pop(0) for _ in range(call.extra)]
+            own_states = tuple([states.pop(0) for _ in range(call.states if state else 0)])
+            view = view_in_chunks(module)  # FSDP1 keeps weights as attributes, which a view has as they now are
+            last = module is self._modules[-1]
+            with inside_a_chunk(last=last), router_logits_apart(call.captures) as logits:
+                result, after = call.run(
+                    view, [hidden_states, *own_arguments], own_states, begin, start, tiles=in_tiles
+                )
+            hidden_states = next(leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
+            states_after += after
+            captured += [_by_row(x, hidden_states) for x in logits]
+        return (result, captured), tuple(states_after)
+
+    def park(self) -> None:
+        """Keep the keys and values, or move them to the host with the input of the checkpoint around the segment."""
+        for store in (store for call in self._calls for store in call.stores if store.keys is not None):
+            self._parked.append((store, parking.park(store.take())))
+
+    def before_backward(self, whole: Sequence[Tensor]) -> None:
+        """Project the first layer's keys and values again, dropped after the forward; fetch others from the host."""
+        for store, tensors in self._parked:
+            store.keys, store.values = [x if isinstance(x, Tensor) else x.take() for x in tensors]
+        if not keeps_graph():
+            self._parked.clear()
+        call = self._calls[0]
+        if not call.projects_again:
+            return
+        for index, (begin, start, size) in enumerate(zip(self._begins, self.starts, self._cuts.sizes, strict=True)):
+            chunk = [tensor.narrow(1, start, size) for tensor in whole[: 1 + call.extra]]
+            with torch.no_grad(), self._autocast.on(), self._random.again(index):
+                view = view_in_chunks(self._modules[0])
+                call.run(view, chunk, (), begin, start, tiles=self._tiled[0], keys_only=True)
+
+    def after_backward(self) -> None:
+        if not keeps_graph():
+            _drop(self._calls)
+
+
+def _drop(calls: Sequence[ChunkedCall]) -> None:
+    for store in (store for call in calls for store in call.stores):
+        store.drop()
 
 
 def _by_row(logits: Tensor, hidden_states: Tensor) -> tuple[Tensor, bool]:

@@ -182,12 +182,8 @@ class ChunkForward(Installed):
         if segment.recorded and (alone or hidden_states is not segment.hidden_states):
             self.refuse_segment(self.alone_reason or "hidden states change between them")
         cuts = self._cuts([call])
-        if _reaches(call, cuts):
-            return self._whole("its attention mask lets tokens see later chunks", args, kwargs)
-        if any(given_mask(mask).hides_all for mask in call.masks):
-            return self._whole("its attention mask has rows without a visible token", args, kwargs)
-        if _decodes(call, cuts):
-            return self._whole("a segment of one token begins with a state, as a decoding step does", args, kwargs)
+        if why := _why_not_cut(call, cuts):
+            return self._whole(why, args, kwargs)
         self.called, self.acted = True, self.acted or len(cuts.sizes) > 1
         self.most_tiles = max(self.most_tiles, len(cuts.sizes))
         self.most_tokens = max(self.most_tokens, call.batch * call.tokens)
@@ -284,12 +280,17 @@ def _reaches(call: ChunkedCall, cuts: StateTiles) -> bool:
     return any(given_mask(mask).reaches(*queries) for mask in call.masks for queries in ranges)
 
 
-def _decodes(call: ChunkedCall, cuts: StateTiles) -> bool:
-    """Whether a chunk of a single token begins with a state."""
-    if call.segments is None or not call.documents:
-        return False
-    parents = dict(zip(call.segments.starts, call.segments.parents, strict=True))
-    return any(size == 1 and parents[start] != -1 for start, size in tile_ranges(cuts.sizes))
+def _why_not_cut(call: ChunkedCall, cuts: StateTiles) -> str:
+    """Why these chunks would change the layer's result, or ""."""
+    if _reaches(call, cuts):
+        return "its attention mask lets tokens see later chunks"
+    if any(given_mask(mask).hides_all for mask in call.masks):
+        return "its attention mask has rows without a visible token"
+    if call.segments is not None and call.documents:
+        parents = dict(zip(call.segments.starts, call.segments.parents, strict=True))
+        if any(size == 1 and parents[start] != -1 for start, size in tile_ranges(cuts.sizes)):
+            return "a segment of one token begins with a state, as a decoding step does"
+    return ""
 
 
 def _why_not_without(cache: Any, layer: nn.Module) -> str:
