@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -259,6 +259,38 @@ def tracked_step(built: Built, setup: Setup, tokens: int, live: Tracker) -> Step
         compute_loss(model, setup, batch)
     with live.phase(Phase(OPTIMIZER)):
         prepare_optimizer(optimizer, weights)
+    if setup.accumulation > 1:  # the last of several batches: every gradient of those before is there throughout
+        with live.phase(Phase(GRADIENTS)):
+            for weight in weights:
+                weight.grad = torch.zeros_like(weight)
+    on_cpu, chunked = setup.device_type == "cpu", setup.options.chunk is not None
+    pictures = setup.pictures is not None
+    with _filing(model, layers, weights, setup, live) as end_forward:
+        with (
+            log_level(block_logger.name, logging.ERROR) if chunked else nullcontext(),  # our hooks are news to it
+            count_generator_states(live) if on_cpu else nullcontext(),
+            _file_kept_tiles(live),
+            _file_kept_of_chunks(live),
+            label_phases(live, model, built.blocks, layers=True, pictures=pictures, chunked=chunked) as labels,
+        ):
+            loss = compute_loss(model, setup, batch)
+            end_forward()
+            with in_precision(setup, next(iter(batch.values())).device.type):
+                for step_kind in step_kinds_of(causal_model(model).config, setup):
+                    step_kind.after_forward(model, setup, batch)
+            labels.begin_backward()
+            loss.backward()
+            del loss
+        with live.phase(Phase(OPTIMIZER_STEP)):
+            update(optimizer, weights)
+    return StepRun(len(layers), tokens * setup.batch, dict(live.peaks), tuple(live.operators), live.square)
+
+
+@contextmanager
+def _filing(
+    model: Any, layers: Sequence[nn.Module], weights: Sequence[Tensor], setup: Setup, live: Tracker
+) -> Iterator[Callable[[], None]]:
+    """Inside, ``live`` files checkpoints, kept attention outputs and gradients; call the result after the forward."""
     in_forward, policies = True, dict(zip(layers, layer_policies(setup.options.checkpoint, len(layers)), strict=True))
     policy = "layer" if setup.options.by_layer else setup.options.checkpoint  # of what runs: first a vision tower
 
@@ -268,6 +300,10 @@ def tracked_step(built: Built, setup: Setup, tokens: int, live: Tracker) -> Step
         hidden_states = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
         if in_forward and policy is not None and hidden_states is not None:
             live.file(hidden_states, CHECKPOINTS)
+
+    def end_forward() -> None:
+        nonlocal in_forward
+        in_forward = False
 
     handles: list[Any] = [layer.register_forward_pre_hook(enter, with_kwargs=True) for layer in layers]
     handles += [
@@ -283,42 +319,13 @@ def tracked_step(built: Built, setup: Setup, tokens: int, live: Tracker) -> Step
     for checkpointing in standing_checkpointing(model):
         if checkpointing.attention is not None:
             checkpointing.attention.on_kept = lambda tensor: live.file(tensor, KEPT)
-    if setup.accumulation > 1:  # the last of several batches: every gradient of those before is there throughout
-        with live.phase(Phase(GRADIENTS)):
-            for weight in weights:
-                weight.grad = torch.zeros_like(weight)
     live.watching = True
-    on_cpu, chunked = setup.device_type == "cpu", setup.options.chunk is not None
     try:
-        with (
-            log_level(block_logger.name, logging.ERROR) if chunked else nullcontext(),  # our hooks are news to it
-            count_generator_states(live) if on_cpu else nullcontext(),
-            _file_kept_tiles(live),
-            _file_kept_of_chunks(live),
-            label_phases(
-                live,
-                model,
-                built.blocks,
-                layers=True,
-                pictures=setup.pictures is not None,
-                chunked=chunked,
-            ) as labels,
-        ):
-            loss = compute_loss(model, setup, batch)
-            in_forward = False
-            with in_precision(setup, next(iter(batch.values())).device.type):
-                for step_kind in step_kinds_of(causal_model(model).config, setup):
-                    step_kind.after_forward(model, setup, batch)
-            labels.begin_backward()
-            loss.backward()
-            del loss
-        with live.phase(Phase(OPTIMIZER_STEP)):
-            update(optimizer, weights)
+        yield end_forward
     finally:
         live.watching = False
         for handle in handles:
             handle.remove()
-    return StepRun(len(layers), tokens * setup.batch, dict(live.peaks), tuple(live.operators), live.square)
 
 
 def prepare_optimizer(optimizer: Any, weights: Sequence[Tensor]) -> None:

@@ -109,9 +109,8 @@ class Depths:
     ) -> dict[Phase, Mapping[str, float]]:
         """Memory of each phase of the whole model's step.
 
-        Of the decoder layers the first, the second and the last of each kind have an entry: what a part holds grows
-        or falls from layer to layer, and nothing comes before the first one. So do those of each run of layers with one
-        policy.
+        Of each kind of decoder layer, the first, the second and the last of each run of layers with one policy have an
+        entry: between them the memory of a phase only grows or only falls from layer to layer.
 
         Args:
             runs: for each policy of :attr:`policies` (or the only one) a run of each sample.
@@ -120,7 +119,6 @@ class Depths:
             return dict(next(iter(runs.values()))[0])
         policies = self.policies or tuple(runs) * len(self.kinds)
         layers = [*zip(self.kinds, policies, strict=True)]
-        borders = [n for n, policy in enumerate(policies) if not n or policy != policies[n - 1]] + [len(policies)]
         width, size = len(self.sample_of_kind), self.segment
         order = [self.kinds[number // size] for number in self.samples[0].layers[::size]]
 
@@ -154,16 +152,10 @@ class Depths:
                 position, inside = divmod(phase.layer, size)
                 kind, is_first = order[position], position < width
                 of_kind = [number for number, own_kind in enumerate(self.kinds) if own_kind == kind]
-                ends = [
-                    number
-                    for begin, end in pairwise(borders)
-                    if policies[begin] == policy and (numbers := [n for n in of_kind if begin <= n < end])
-                    for number in {*numbers[:2], numbers[-1]}
-                ]
                 first, last = order.index(kind), width + order[width:].index(kind)
                 as_first, as_last = (replace(phase, layer=number * size + inside) for number in (first, last))
                 moved = replace(phase, layer=(1 + last) * size + inside)  # behind one segment more
-                for number in ends:
+                for number in _ends_of_runs(of_kind, policies, policy):
                     # The first of several, and the model's first, is represented by the first of the kind.
                     if is_first == (number == of_kind[0] and (len(of_kind) > 1 or number == 0)):
                         result[replace(phase, layer=number * size + inside)] = grown(
@@ -171,6 +163,13 @@ class Depths:
                             (slice(position), slice(position + 1, None)), (as_first, as_last, moved),
                         )  # fmt: skip
         return result
+
+
+def _ends_of_runs(layers: Sequence[int], policies: Sequence[str | None], policy: str | None) -> list[int]:
+    """The first two and the last of some layers in each run of neighbours with ``policy``."""
+    borders = [n for n, policy in enumerate(policies) if not n or policy != policies[n - 1]] + [len(policies)]
+    runs = [[n for n in layers if begin <= n < end] for begin, end in pairwise(borders) if policies[begin] == policy]
+    return [number for run in runs if run for number in {*run[:2], run[-1]}]
 
 
 def _add(

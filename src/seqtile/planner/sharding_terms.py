@@ -119,7 +119,7 @@ def on_device(request: Request, counts: Counts, terms: Mapping[str, float], phas
     if request.options.weights_on_host:
         frozen = frozen_bytes(request, counts)
         device_terms[WEIGHTS] = device_terms.get(WEIGHTS, 0.0) - frozen
-        if phase.part not in (OPTIMIZER, OPTIMIZER_STEP):  # the layer that runs, and the one on its way
+        if phase.part not in UPDATE:  # the layer that runs, and the one on its way
             device_terms[BUFFERS] = device_terms.get(BUFFERS, 0.0) + 2 * _largest_layer(request, counts)
     if request.sp_size > 1:
         device_terms[BUFFERS] = device_terms.get(BUFFERS, 0.0) + _ulysses(
@@ -162,7 +162,7 @@ def _ulysses(request: Request, counts: Counts, tokens: float, phase: Phase) -> f
         # arrives and then in the order of its heads (_partition_global_sequence).
         outputs = 1 if phase.direction == "backward" else 2
         return ((1 + outputs) * counts.heads + 2 * keys) * of_head
-    if phase.part in (OPTIMIZER, OPTIMIZER_STEP):
+    if phase.part in UPDATE:
         return 0.0
     # The backward has the output as attention saved it and as the product behind it did, with other heads and tokens.
     output = counts.heads * of_head
@@ -172,45 +172,62 @@ def _ulysses(request: Request, counts: Counts, tokens: float, phase: Phase) -> f
     return plain + (output if phase.part != HEAD and phase.direction in ("recompute", "backward") else 0.0)
 
 
+UPDATE = (OPTIMIZER, OPTIMIZER_STEP)
+"""The parts of a step after its backward."""
+
+
 def _shard(request: Request, counts: Counts, device_terms: dict[str, float], phase: Phase) -> None:
-    """What is sharded over ``gpus`` ranks, and what is gathered, staged and replicated."""
-    ranks, trained = request.gpus, counts.trained
+    """Replace whole weights, gradients and states by a rank's shards; add what the engine gathers and stages."""
+    trained = counts.trained
     # The fake run holds every weight and gradient in the type that is gathered (adapters in fp32).
     size = float(request.setup().dtype.itemsize)
     gradient_share = device_terms.get(GRADIENTS, 0.0) / max(1.0, trained * (4.0 if request.lora else size))
-    update = phase.part in (OPTIMIZER, OPTIMIZER_STEP)
+    states = 0.0 if "optimizer" in request.engine_offload else STATE_BYTES[request.optimizer] * trained
+    device_terms[OPTIMIZER] = states / request.gpus
+    shard = _shard_fsdp2 if request.engine == "fsdp2" else _shard_zero
+    shard(request, counts, device_terms, phase, size, gradient_share)
+
+
+def _shard_fsdp2(
+    request: Request, counts: Counts, device_terms: dict[str, float], phase: Phase, size: float, gradient_share: float
+) -> None:
+    ranks, trained, moved = request.gpus, counts.trained, request.engine_offload
+    update = phase.part in UPDATE
+    backward = phase.direction in ("backward", "recompute") and not update
+    # bf16 copies of fp32 shards are gathered; a frozen model is in bf16 itself.
+    device_terms[WEIGHTS] = 0.0 if "weights" in moved else (4.0 * trained + size * (counts.weights - trained)) / ranks
+    full_backward = backward and request.lora is None
+    # The outermost unit's gradients are reduced last, so that they are whole until the backward ends: the head's
+    # from its beginning, the embedding's at its end.
+    head = min(counts.root, counts.vocabulary * counts.hidden)
+    of_root = (head if phase.layer is not None or phase.part == HEAD else counts.root) if full_backward else 0
+    # Offloaded, each shard of a gradient goes to the host as soon as it is reduced.
+    reduced = max(0.0, gradient_share * trained - of_root)
+    device_terms[GRADIENTS] = 0.0 if "weights" in moved else 4.0 * reduced / ranks
+    # A layer's gradients are whole until its backward ends; those of a tiled MLP are among the tile's tensors.
+    in_tile = request.options.tiled and phase.part in (BLOCK, BLOCK_AND_NORMS)
+    unreduced = of_root + (counts.layer if full_backward and phase.layer is not None and not in_tile else 0)
+    if request.accumulation > 1 and not update:
+        # Between updates nothing is reduced: every rank keeps every gradient whole, in the type that is gathered
+        # (accelerate's no_sync; torch/distributed/fsdp/_fully_shard/_fsdp_param.py, unsharded_accumulated_grad).
+        device_terms[GRADIENTS] = size * trained
+        unreduced = counts.largest if full_backward and not in_tile else 0  # added to what is there, one at a time
+    # A layer, the next one on its way, and the outermost unit. Behind the layers' forward it is the buffer that
+    # the last one was gathered into (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, wait_for_unshard).
+    at_once = 1 if phase.part == HEAD and phase.direction == "forward" else 2
+    gathered = 0.0 if update else size * (at_once * counts.layer + counts.root)
+    # Only what trains is reduced: of adapters a layer's part, in fp32. The input stands until the next reduction.
+    reduction = size * counts.layer if request.lora is None else 4.0 * trained / max(1, counts.layers)
+    device_terms[BUFFERS] = gathered + (reduction if backward and phase.part != HEAD else 0.0) + size * unreduced
+
+
+def _shard_zero(
+    request: Request, counts: Counts, device_terms: dict[str, float], phase: Phase, size: float, gradient_share: float
+) -> None:
+    ranks, trained, moved = request.gpus, counts.trained, request.engine_offload
+    update = phase.part in UPDATE
     backward = phase.direction in ("backward", "recompute") and not update
     head = min(counts.root, counts.vocabulary * counts.hidden)
-    moved = request.engine_offload
-    device_terms[OPTIMIZER] = 0.0 if "optimizer" in moved else STATE_BYTES[request.optimizer] * trained / ranks
-    if request.engine == "fsdp2":
-        # bf16 copies of fp32 shards are gathered; a frozen model is in bf16 itself.
-        device_terms[WEIGHTS] = (
-            0.0 if "weights" in moved else (4.0 * trained + size * (counts.weights - trained)) / ranks
-        )
-        full_backward = backward and request.lora is None
-        # The outermost unit's gradients are reduced last, so that they are whole until the backward ends: the head's
-        # from its beginning, the embedding's at its end.
-        of_root = (head if phase.layer is not None or phase.part == HEAD else counts.root) if full_backward else 0
-        # Offloaded, each shard of a gradient goes to the host as soon as it is reduced.
-        reduced = max(0.0, gradient_share * trained - of_root)
-        device_terms[GRADIENTS] = 0.0 if "weights" in moved else 4.0 * reduced / ranks
-        # A layer's gradients are whole until its backward ends; those of a tiled MLP are among the tile's tensors.
-        in_tile = request.options.tiled and phase.part in (BLOCK, BLOCK_AND_NORMS)
-        unreduced = of_root + (counts.layer if full_backward and phase.layer is not None and not in_tile else 0)
-        if request.accumulation > 1 and not update:
-            # Between updates nothing is reduced: every rank keeps every gradient whole, in the type that is gathered
-            # (accelerate's no_sync; torch/distributed/fsdp/_fully_shard/_fsdp_param.py, unsharded_accumulated_grad).
-            device_terms[GRADIENTS] = size * trained
-            unreduced = counts.largest if full_backward and not in_tile else 0  # added to what is there, one at a time
-        # A layer, the next one on its way, and the outermost unit. Behind the layers' forward it is the buffer that
-        # the last one was gathered into (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, wait_for_unshard).
-        at_once = 1 if phase.part == HEAD and phase.direction == "forward" else 2
-        gathered = 0.0 if update else size * (at_once * counts.layer + counts.root)
-        # Only what trains is reduced: of adapters a layer's part, in fp32. The input stands until the next reduction.
-        reduction = size * counts.layer if request.lora is None else 4.0 * trained / max(1, counts.layers)
-        device_terms[BUFFERS] = gathered + (reduction if backward and phase.part != HEAD else 0.0) + size * unreduced
-        return
     # DeepSpeed's fp32 weights are copies, of whatever type the others are, and go to the host with the optimizer.
     master = 0.0 if "optimizer" in moved else 4.0 * trained / ranks
     whole = request.engine == "zero2"
@@ -229,16 +246,10 @@ def _shard(request: Request, counts: Counts, device_terms: dict[str, float], pha
     # ZeRO-2 has its bucket during the backward (stage_1_and_2.py, setup_buckets), ZeRO-3 from set-up on.
     bucket = size * ZERO_BUCKET if backward or not whole else 0.0
     device_terms[BUFFERS] = bucket
-    if backward and request.lora is None:
-        device_terms[BUFFERS] += size * (
-            counts.largest if phase.layer is not None else head
-        )  # one on its way into the bucket
-    if (
-        backward
-        and buckets
-        and phase.part != HEAD
-        and (not whole or trained / ranks < head + counts.layer + ZERO_BUCKET)
-    ):
+    if backward and request.lora is None:  # one gradient on its way into the bucket
+        device_terms[BUFFERS] += size * (counts.largest if phase.layer is not None else head)
+    is_shared = not whole or trained / ranks < head + counts.layer + ZERO_BUCKET
+    if backward and buckets and phase.part != HEAD and is_shared:
         # A bucket is reduced from a copy of it in the order of the ranks (coalesced_collectives.py,
         # reduce_scatter_coalesced); ZeRO-2's only where it belongs to several (stage_1_and_2.py, average_tensor),
         # which is not so at the backward's beginning on a rank whose part is larger.
