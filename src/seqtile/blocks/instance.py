@@ -337,12 +337,12 @@ class Installed(ForwardStandIn):
         """Run ``call``, which is ``chain``, on tiles of ``tensors``.
 
         Args:
-            chain: what runs.
-            tensors: what is split.
+            chain: the modules that run.
+            tensors: the inputs that are split.
             call: ``chain`` on tiles.
             untiled: the call as its caller made it.
             lanes: rows per token.
-            mode: how it runs, where that is not to be read from ``tensors``.
+            mode: of the call; None reads it from ``tensors``.
             computed: weights that were computed for this call, in place of the modules' own of these names.
             unpacked: computes frozen weights from packed ones, in place of the modules' own of these names.
         """
@@ -353,13 +353,8 @@ class Installed(ForwardStandIn):
             return self._run_compiled(chain, tensors, call, untiled, lanes, computed)
         if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
             refuse_trace()
-        if any(HOOKS_OF_ALL) and (hook := hook_on_every_module()):
-            return self._run_untiled(f"a hook on every module ({hook}) would see tiles", untiled)
         x, keep = tensors[0], self.setting.keep
-        if x.is_nested:
-            return self._run_untiled("its input is a nested tensor, which cannot be cut into tiles", untiled)
-        if transform_level() is not None or in_forward_mode():
-            why = "torch.func transforms and forward-mode derivatives do not support tiles"
+        if why := _why_never_in_tiles(x):
             return self._run_untiled(why, untiled)
         verdict, weights = self.verdict(chain, mode or mode_of(tensors))
         if verdict.refusal:
@@ -369,21 +364,9 @@ class Installed(ForwardStandIn):
             logger.warning("%s switched to the generic operator: %s", self.title, operands.not_fused)
         tokens = x.shape[:-1].numel()
         fused, chunk = operands.fused, _thread.chunk
-        sizes = operands.sizes.get(tokens)
-        if sizes is None:
-            sizes = operands.sizes[tokens] = self.setting.rule.tile_sizes(tokens, operands.shape)
-        if chunk and fused is None:
-            sizes = ()  # the generic operator would compare weights, of which each chunk has aliases of its own
-            if self.setting.rule.kind != "auto":
-                self.idle_reason = "in chunks, blocks without the fused operator run whole"
-        self.most_tiles, self.most_tokens = max(self.most_tiles, len(sizes)), max(self.most_tokens, tokens)
-        self.called, self.acted = True, self.acted or len(sizes) > 1 or bool(chunk and fused)
+        sizes = self._tile_sizes(operands, tokens, chunk)
         if not sizes:
-            # One tile, not none, where another rank's batch may be tiled; and in a chunk, where it takes less.
-            in_one = (chunk and isinstance(fused, FusedWeights)) or reduces_as_they_arrive(operands.trained)
-            if not (tokens and in_one):
-                return untiled()
-            sizes = (tokens,)
+            return untiled()
         if fused is None or self.plainly is not None:
             fuses, changed = isinstance(fused, FusedWeights), verdict.settings.changed
             return self._in_tiles(chain.modules, tensors, call, sizes, computed, fuses, unpacked, changed)
@@ -398,6 +381,26 @@ class Installed(ForwardStandIn):
         kept_share = keep.share(sizes, operands.shape, dense) if keep.value else 0.0
         self.fused, self.kept = True, self.kept or kept_share * len(sizes) >= 1
         return fused_mlp(x, fused, sizes, keep=kept_share, holds_dense=holds_dense)
+
+    def _tile_sizes(self, operands: Operands, tokens: int, chunk: str) -> tuple[int, ...]:
+        """Tile sizes of a call, noted for the report; empty for a call that runs whole."""
+        fused, sizes = operands.fused, operands.sizes.get(tokens)
+        if sizes is None:
+            sizes = operands.sizes[tokens] = self.setting.rule.tile_sizes(tokens, operands.shape)
+        if chunk and fused is None:
+            sizes = ()  # the generic operator would compare weights, of which each chunk has aliases of its own
+            if self.setting.rule.kind != "auto":
+                self.idle_reason = "in chunks, blocks without the fused operator run whole"
+        self.most_tiles, self.most_tokens = max(self.most_tiles, len(sizes)), max(self.most_tokens, tokens)
+        self.called, self.acted = True, self.acted or len(sizes) > 1 or bool(chunk and fused)
+        # One tile, not none, if another rank's batch may be tiled; and in a chunk, in which it takes less memory.
+        if (
+            not sizes
+            and tokens
+            and ((chunk and isinstance(fused, FusedWeights)) or reduces_as_they_arrive(operands.trained))
+        ):
+            return (tokens,)
+        return sizes
 
     def verdict(self, chain: Chain, mode: Mode) -> tuple[Verdict, list[Tensor]]:
         """The verdict on ``chain`` in this mode, the previous call's while nothing has changed; and the live tensors.
@@ -604,6 +607,17 @@ _NO_SOURCE = (
 
 _AXES: dict[int, tuple[str, ...]] = {2: ("bs",), 3: ("b", "s"), 4: ("b", "m", "s")}
 """The token axes in each leading dimension, by dimensions; a trace distinguishes three at most."""
+
+
+def _why_never_in_tiles(x: Tensor) -> str:
+    """Why no block with this input can run in tiles now, or ""."""
+    if any(HOOKS_OF_ALL) and (hook := hook_on_every_module()):
+        return f"a hook on every module ({hook}) would see tiles"
+    if x.is_nested:
+        return "its input is a nested tensor, which cannot be cut into tiles"
+    if transform_level() is not None or in_forward_mode():
+        return "torch.func transforms and forward-mode derivatives do not support tiles"
+    return ""
 
 
 def mode_of(tensors: Sequence[Tensor], constants: Sequence[Tensor] = ()) -> Mode:

@@ -50,14 +50,9 @@ RunWithState = Callable[[Sequence[Tensor], Mapping[str, Tensor], State, int], tu
 
 
 def run_in_tiles(
-    run: RunTiles,
-    tensors: Sequence[Tensor],
-    sizes: Sequence[int],
-    weights: Weights = dict,
-    computed: Mapping[str, Tensor] = NO_TENSORS,
-    unpacked: Weights | None = None,
-    changed: Changed = str,
-) -> Any:
+    run: RunTiles, tensors: Sequence[Tensor], sizes: Sequence[int], weights: Weights = dict,
+    computed: Mapping[str, Tensor] = NO_TENSORS, unpacked: Weights | None = None, changed: Changed = str,
+) -> Any:  # fmt: skip
     """Compute ``run(tensors, computed)`` one tile of rows at a time.
 
     Replaces ``torch.cat([checkpoint(run, tile, use_reentrant=False) for tile in x.split(sizes)])``.
@@ -92,15 +87,13 @@ def run_in_tiles(
         A recompute runs in the forward's state, as PyTorch's checkpoint does; gradients in the backward's, as untiled.
 
     Randomness:
-        The forward takes from the global random stream tile by tile, in order, as ``run`` on one tile after another
-        does; so masks differ from the untiled block's under the same seed. Backward restores each tile's state for its
-        recompute and leaves the stream as it found it.
+        The forward draws from the global random stream tile by tile, so masks differ from the untiled block's under the
+        same seed. Backward restores each tile's state for its recompute and leaves the stream as it found it.
 
     Raises:
         ValueError: an output has no row per token, so the function is not position-wise.
-        NotImplementedError: inside ``torch.jit.trace``; a backward with ``create_graph=True`` goes through the tiles.
-        RuntimeError: a weight or a setting is another one than in the forward; the graph was not retained for a second
-            backward.
+        NotImplementedError: inside ``torch.jit.trace``, or for a backward with ``create_graph=True``.
+        RuntimeError: a weight or setting has changed since the forward; a second backward without a retained graph.
     """
     cuts = Cuts(tensors, sizes)
     if torch.compiler.is_compiling():
@@ -236,18 +229,11 @@ def _run_without_gradient(
 
 
 def _run_with_gradient(
-    run: RunWithState,
-    tensors: Sequence[Tensor],
-    cuts: Cuts,
-    weights: Weights,
-    live: Mapping[str, Tensor],
-    states: _StatesOfTiles | None = None,
-    computed: Mapping[str, Tensor] = NO_TENSORS,
+    run: RunWithState, tensors: Sequence[Tensor], cuts: Cuts, weights: Weights, live: Mapping[str, Tensor],
+    states: _StatesOfTiles | None = None, computed: Mapping[str, Tensor] = NO_TENSORS,
     before_backward: Callable[[Sequence[Tensor]], None] | None = None,
-    after_backward: Callable[[], None] | None = None,
-    unpacked: Weights | None = None,
-    changed: Changed = str,
-) -> Any:
+    after_backward: Callable[[], None] | None = None, unpacked: Weights | None = None, changed: Changed = str,
+) -> Any:  # fmt: skip
     rows = cuts.rows(tensors)  # [N, D_i] each; along a sequence [B, T, ...]
     trained = {name: weight for name, weight in live.items() if weight.requires_grad}
     names, same = tuple(trained), SameWeights(live)
@@ -258,8 +244,7 @@ def _run_with_gradient(
     token = _Save.apply(gradients, saved, len(rows), len(computed), *rows, *trained.values())  # type: ignore[no-untyped-call]
     source = TileSource(cuts, token, rows, computed, saved, before_backward, unpacked)
     del trained, live, computed, token
-    output = cuts.outputs()
-    anchor = rows[0].new_empty(0)
+    output, anchor = cuts.outputs(), rows[0].new_empty(0)
     random = TileStates(anchor.device)
 
     def run_tile(index: int, _: Tensor, *state: Tensor) -> Any:
@@ -272,11 +257,7 @@ def _run_with_gradient(
         tiles = source.tiles(index)
         live = {**(same.check(weights()) if source.recomputes else weights()), **computed}
         detached = [live[name].detach() for name in names]
-        numbers = [number for number, needs in enumerate(source.needs_gradient) if needs]
-        entered = _Enter.apply(source.token, gradients, index, numbers, names, *(tiles[n] for n in numbers), *detached)  # type: ignore[no-untyped-call]
-        for number, tile in zip(numbers, entered[: len(numbers)], strict=True):
-            tiles[number] = tile
-        aliases = dict(zip(names, entered[len(numbers) :], strict=True))
+        aliases = _enter_tile(source, gradients, index, tiles, names, detached)
         for name, alias in aliases.items():
             if isinstance(live[name], nn.Parameter):
                 call_parameter(alias)
@@ -307,6 +288,18 @@ def _run_with_gradient(
     output.finish()
     joined = _Join.apply(gradients, output, last)  # type: ignore[no-untyped-call]
     return output.result(joined)
+
+
+def _enter_tile(
+    source: TileSource, gradients: TileGradients, index: int, tiles: list[Tensor], names: Sequence[str],
+    weights: Sequence[Tensor],
+) -> dict[str, Tensor]:  # fmt: skip
+    """Put the tiles that need a gradient into the tile's graph, in place; return its aliases of the weights."""
+    numbers = [number for number, needs in enumerate(source.needs_gradient) if needs]
+    entered = _Enter.apply(source.token, gradients, index, numbers, names, *(tiles[n] for n in numbers), *weights)  # type: ignore[no-untyped-call]
+    for number, tile in zip(numbers, entered[: len(numbers)], strict=True):
+        tiles[number] = tile
+    return dict(zip(names, entered[len(numbers) :], strict=True))
 
 
 def _same(tensor: Tensor) -> Tensor:
