@@ -176,10 +176,8 @@ def choose_for(
     """Choose what :func:`fit` applies; ``question`` is for :func:`describe`.
 
     Args:
-        model: to train.
-        options: what is not the default stays as given.
-        max_length: tokens of a row.
-        given: names of options that stay as given at their default too.
+        options: those that are not at their default are kept.
+        given: names of options that are kept at their default too.
         recomputes: whether activation checkpointing will be on whatever is chosen; None reads the model.
     """
     expect_module(model, "fit")
@@ -201,10 +199,9 @@ def choose_for(
         fixed["vision"] = options.vision
     if options.checkpoint is None and options.offload_room:  # which means "layer"
         fixed.pop("checkpoint", None)
+    checkpointed = bool(recomputes)
     if recomputes is None:  # what an earlier call switched on is switched off before the choice is applied
-        switched_on_here = any(policy.switched_on for policy in standing_checkpointing(model))
-        recomputes = is_on(causal_model(model)) and not switched_on_here
-    checkpointed = recomputes
+        checkpointed = is_on(causal_model(model)) and not any(p.switched_on for p in standing_checkpointing(model))
 
     def choose_here() -> Choice:
         with in_one_sentence(request.config):
@@ -222,7 +219,7 @@ def choose_for(
         whole = choice.estimate.terms.get("logits and loss", 0.0)
         defer = "; seqtile.integrations.trl.tile_trainer(trainer) computes them in tiles" if step.can_defer else ""
         notes.append(f"loss whole: the trainer computes whole logits, {whole / 2**30:,.2f} GiB at the peak{defer}")
-    if recomputes:
+    if checkpointed:
         notes.append("activation checkpointing was on already and stays on for every layer")
         if chosen_options.checkpoint == "layer" and not chosen_options.offload_room and "checkpoint" not in fixed:
             chosen_options = replace(chosen_options, checkpoint=None)  # nothing to change
@@ -273,11 +270,9 @@ def choose(
 ) -> Choice:
     """The settings that cost least time among those that fit, by :func:`seqtile.planner.chooser.choose_settings`.
 
-    A vision tower is first planned in groups, and runs whole where that fits beside what is chosen.
+    A vision tower is first planned in groups, and runs whole if it fits beside the chosen settings.
 
     Args:
-        request: what is planned.
-        max_length: tokens of a row.
         fixed: settings that are given.
         can_offload: whether checkpoints can be moved to the host.
         packed: whether rows hold several documents.
@@ -321,10 +316,8 @@ def choose(
     }  # fmt: skip
     why += [f"{name} {chosen_values[name]}: {chosen.reasons[name]}" for name in chosen_values if name in chosen.reasons]
     if cuts_tower:
-        why.append(
-            "vision none: the whole tower fits beside these settings" if whole else
-            "vision auto: the whole tower does not fit beside these settings"
-        )  # fmt: skip
+        vision, verb = ("none", "fits") if whole else ("auto", "does not fit")
+        why.append(f"vision {vision}: the whole tower {verb} beside these settings")
     return Choice(options, tuple(why), estimate, chosen.planner)
 
 
@@ -348,44 +341,21 @@ def _what_helps(error: DoesNotFit) -> str:
 
 
 def describe(
-    model: nn.Module,
-    options: TilingOptions,
-    *,
-    device: str | torch.device | None = None,
-    optimizer: str = "adamw",
-    engine: str | None = None,
-    sp_size: int = 1,
-    cp_size: int = 1,
-    lora: Any = None,
-    batch_size: int = 1,
-    autocast: bool = True,
-    accumulation: int = 1,
-    media: Mapping[str, Any] | None = None,
+    model: nn.Module, options: TilingOptions, *, device: str | torch.device | None = None, optimizer: str = "adamw",
+    engine: str | None = None, sp_size: int = 1, cp_size: int = 1, lora: Any = None, batch_size: int = 1,
+    autocast: bool = True, accumulation: int = 1, media: Mapping[str, Any] | None = None,
     step: TrainerStep | None = None,
-) -> tuple[Request, list[str]]:
-    """Build the plan's request for a live model, and notes where the plan deviates from it.
+) -> tuple[Request, list[str]]:  # fmt: skip
+    """Build the plan's request for a live model, and notes where the plan deviates from it; refuse others.
 
     Args:
-        model: to train.
-        options: what is not the default stays as given.
-        device, optimizer, engine, sp_size, cp_size, lora, batch_size, autocast: of :func:`fit`.
+        model, device, optimizer, engine, sp_size, cp_size, lora, batch_size, autocast: of :func:`fit`.
         accumulation: micro-batches whose gradients one update sums.
         media: pictures of each row, as :func:`seqtile.planner.pictures.read_pictures` takes them.
         step: what a trainer does beside a supervised step; None is nothing.
-
-    Raises:
-        UserError: something that no plan knows.
     """
     causal = causal_model(model)
-    config = getattr(causal, "config", None)
-    has_head = getattr(causal, "get_output_embeddings", lambda: None)() is not None
-    if not has_head and (is_classifier(causal) or is_bare_decoder(causal)):
-        step, has_head = replace(step or TrainerStep(), head="labels"), True
-    if config is None or not hasattr(config, "get_text_config") or not has_head:
-        raise UserError(
-            f"fit got {type(causal).__name__}, expected a causal language model, or its decoder or a sequence "
-            "classifier of transformers (the plan builds one from its config); use seqtile.apply"
-        )
+    config, step = _planned_config(causal, step)
     model_name = str(getattr(config, "name_or_path", "") or type(causal).__name__)
     refuse_encoder(config, model_name)
     parameters = [*model.parameters()]
@@ -394,12 +364,7 @@ def describe(
     if getattr(causal, "is_quantized", False) and not four_bit:
         raise UserError("fit supports no other quantized weights than bitsandbytes' 4-bit ones; use seqtile.apply")
     adapters, notes = (find_adapters(model) if lora is None else _adapters_to_come(lora)), list[str]()
-    trainable = [weight for weight in parameters if weight.requires_grad]
-    if adapters is None and four_bit:
-        raise UserError("fit got 4-bit weights without adapters, which cannot train; add adapters, or pass lora=16")
-    if adapters is None and not trainable:
-        raise UserError("fit got a model without trainable parameters; add adapters first, or pass lora=16")
-    if adapters is None and len(trainable) < len(parameters):
+    if adapters is None and not _all_train(parameters, four_bit):
         notes.append("some weights are frozen, but the plan counts all as trained, which overestimates memory")
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     engine = engine or ("ddp" if world_size > 1 else "single")
@@ -412,21 +377,12 @@ def describe(
     dtype = _most_common_dtype(parameters if adapters is None else frozen)
     precision = planned_precision(dtype, planned_type, adapters is not None, four_bit, autocast)
     if adapters is not None:
-        # Plans include neither PEFT's modules_to_save nor k-bit training's fp32 norms and embeddings.
-        named, to_save = [*model.named_parameters()], set(getattr(lora, "modules_to_save", None) or ())
-        if lora is None:
-            fully_trained = [weight for name, weight in named if weight.requires_grad and "lora_" not in name]
-        else:
-            fully_trained = [weight for name, weight in named if to_save & set(name.split("."))]
-        state_bytes = 2 + STATE_BYTES[optimizer] / 4
-        reserved_bytes = sum(weight.numel() * weight.element_size() * state_bytes for weight in fully_trained)
-        if precision != "float32":
-            reserved_bytes += sum(2 * weight.numel() for weight in frozen if weight.dtype == torch.float32)
-        if reserved_bytes:
-            planned_device = replace(planned_device, memory=max(1, planned_device.memory - int(reserved_bytes)))
-            notes.append(
-                f"{reserved_bytes / 2**30:,.2f} GiB are reserved for weights that train fully or are frozen in fp32"
-            )
+        reserved = _fully_trained_bytes(model, lora, optimizer)  # PEFT's modules_to_save, which no plan includes
+        if precision != "float32":  # k-bit training's fp32 norms and embeddings
+            reserved += sum(2 * weight.numel() for weight in frozen if weight.dtype == torch.float32)
+        if reserved:
+            planned_device = replace(planned_device, memory=max(1, planned_device.memory - int(reserved)))
+            notes.append(f"{reserved / 2**30:,.2f} GiB are reserved for weights that train fully or are frozen in fp32")
     attention = planned_attention(attention_kind(config) or "sdpa")
     if step is not None:
         taken = int(step.frozen + step.margin * planned_device.memory)
@@ -444,6 +400,40 @@ def describe(
         pictures=None if media is None else read_pictures(config, **media),
     )  # fmt: skip
     return request, notes
+
+
+def _planned_config(causal: nn.Module, step: TrainerStep | None) -> tuple[Any, TrainerStep | None]:
+    """The model's config, and the trainer's step, with labels per sequence for a classifier or a bare decoder."""
+    config = getattr(causal, "config", None)
+    has_head = getattr(causal, "get_output_embeddings", lambda: None)() is not None
+    if not has_head and (is_classifier(causal) or is_bare_decoder(causal)):
+        step, has_head = replace(step or TrainerStep(), head="labels"), True
+    if config is None or not hasattr(config, "get_text_config") or not has_head:
+        raise UserError(
+            f"fit got {type(causal).__name__}, expected a causal language model, or its decoder or a sequence "
+            "classifier of transformers (the plan builds one from its config); use seqtile.apply"
+        )
+    return config, step
+
+
+def _all_train(parameters: list[nn.Parameter], four_bit: bool) -> bool:
+    """Whether every weight of a model without adapters trains; refuse a model of which none can."""
+    if four_bit:
+        raise UserError("fit got 4-bit weights without adapters, which cannot train; add adapters, or pass lora=16")
+    if not any(weight.requires_grad for weight in parameters):
+        raise UserError("fit got a model without trainable parameters; add adapters first, or pass lora=16")
+    return all(weight.requires_grad for weight in parameters)
+
+
+def _fully_trained_bytes(model: nn.Module, lora: Any, optimizer: str) -> float:
+    """Bytes of weights that train fully beside adapters (PEFT's ``modules_to_save``), with gradients and states."""
+    named, to_save = [*model.named_parameters()], set(getattr(lora, "modules_to_save", None) or ())
+    if lora is None:
+        fully_trained = [weight for name, weight in named if weight.requires_grad and "lora_" not in name]
+    else:
+        fully_trained = [weight for name, weight in named if to_save & set(name.split("."))]
+    state_bytes = 2 + STATE_BYTES[optimizer] / 4
+    return sum(weight.numel() * weight.element_size() * state_bytes for weight in fully_trained)
 
 
 def is_classifier(model: nn.Module) -> bool:
