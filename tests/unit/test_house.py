@@ -155,6 +155,21 @@ def prints(root: Path) -> list[str]:
     ]  # fmt: skip
 
 
+LONGEST = 60
+"""Lines of a function, its docstring included: one screen. The documentation of public functions may take more."""
+
+
+def long_functions(root: Path) -> list[str]:
+    """Functions above :data:`LONGEST` lines; those of the public API, and the fused operator, are exempt."""
+    return [
+        f"{name}:{node.lineno} {node.name}"
+        for name, tree in parse_modules(root).items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and (node.end_lineno or 0) - node.lineno >= LONGEST and node.name not in {*seqtile.__all__, "fused_mlp"}
+    ]  # fmt: skip
+
+
 PRIVATE = re.compile(r"_[A-Za-z]\w*")
 PUBLIC = {
     "_exit", "_getframe", "_fields", "_replace", "_asdict", "_make",
@@ -227,6 +242,7 @@ CHECKS: dict[Callable[[Path], list[str]], str] = {
     circles: "def late():\n    from seqtile.ops import worse\n",
     shared_names: "def _helper(): ...\n",
     prints: "print('hello')\n",
+    long_functions: "def late():\n" + "    pass\n" * LONGEST,
     private_names: "x = getattr(weight, '_hp_mapping', None)\n",
 }
 """Each check, and a module ``seqtile.ops.bad`` that it must catch beside ``seqtile.ops.worse``, which imports it."""
