@@ -353,6 +353,9 @@ READ_NUMBER_NAME = "_local_scalar_dense"
 unsafe_view: Callable[..., Tensor] = _find("torch.ops.aten._unsafe_view")
 """A view that autograd does not track as one, for a tensor without other references."""
 
+in_kernel_invocation: Callable[[Any], Any] = _find("torch._subclasses.fake_tensor.in_kernel_invocation_manager")
+"""Inside, operators on fake tensors of a mode run as on the meta device."""
+
 FAKE_TENSOR_LOGGER = "torch._subclasses.fake_tensor"
 """Logs the traceback of each operator that fails on fake tensors."""
 

@@ -395,9 +395,10 @@ def test_a_backward_outside_of_the_forwards_autocast(architecture: str) -> None:
     untiled = under_autocast()
     assert seqtile.apply(model, tile=5).tiled >= 2
     tiled = under_autocast()
+    # A bias of six numbers may be rounded well by chance, so the largest error of a whole tensor counts for each.
+    worst = max((untiled[name] - grad).norm() / grad.norm() for name, grad in exact.items())
     for name, grad in exact.items():
-        error = (untiled[name] - grad).norm()
-        assert (tiled[name] - grad).norm() <= 2 * error + 1e-5 * grad.norm(), name
+        assert (tiled[name] - grad).norm() <= 2 * worst * grad.norm(), name
 
 
 def test_weights_of_three_dimensions_do_not_make_experts() -> None:

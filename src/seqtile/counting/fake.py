@@ -20,10 +20,12 @@ from seqtile._compat import (
     FakeTensor,
     PlanMode,
     TorchDispatchMode,
+    active_fake_mode,
     buffers_of,
     disable_current_modes,
     parameters_of,
 )
+from seqtile.counting.fake_results import FakeResults
 from seqtile.counting.watch import Seeing
 
 PLAIN = (Tensor, nn.Parameter, FakeTensor)
@@ -79,6 +81,10 @@ _UPDATES = frozenset(getattr(packet, overload) for packet in FUSED_UPDATES for o
 class Answers(Seeing, TorchDispatchMode):
     """Answers queries that a fake tensor cannot, and passes operators on to :meth:`shown_to`."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._results = FakeResults(active_fake_mode())
+
     @contextmanager
     def shown_to(self, see: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None]) -> Iterator[None]:
         """Inside, ``see`` is given each operator with its arguments and result."""
@@ -100,7 +106,7 @@ class Answers(Seeing, TorchDispatchMode):
             with disable_current_modes():
                 return func(*args, **kwargs)
         try:
-            result = func(*args, **kwargs)
+            result = self._results.run(func, args, kwargs)
         except DataDependentOutputException:
             if args[0].dtype is not torch.bool:
                 raise

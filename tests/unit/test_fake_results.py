@@ -1,0 +1,87 @@
+"""Results of operators on fake tensors that are not computed again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from seqtile.counting import fake_results
+from seqtile.counting.fake import fake_tensors
+from seqtile.planner.fake_step import fake_step
+from seqtile.planner.step_config import Lora, Setup
+from tiny_models import tiny_config
+
+SETUP = Setup(device_type="cuda", attention="flash", lora=Lora(4))
+
+
+@pytest.fixture(autouse=True)
+def nothing_known(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(fake_results, "_results", {})
+    yield
+
+
+@pytest.mark.parametrize(
+    ("architecture", "options"),
+    [
+        ("llama", {"blocks": "mlp+norm+projections", "heads": 1}),
+        ("qwen3_moe", {"checkpoint": None}),
+    ],
+)
+def test_a_step_is_the_same_as_with_pytorchs_results(
+    architecture: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, setup = (
+        tiny_config(architecture),
+        replace(SETUP, options=replace(SETUP.options, tile=64, loss_tile=64, **options)),
+    )
+    steps = [fake_step(config, setup, 128) for _ in range(2)]
+    assert fake_results._results
+    monkeypatch.setattr(fake_results.FakeResults, "run", lambda self, func, args, kwargs: func(*args, **kwargs))
+    assert steps == [fake_step(config, setup, 128)] * 2
+
+
+def twice(run: Any) -> tuple[Any, Any]:
+    with fake_tensors():
+        return run(), run()
+
+
+def test_a_view_is_one_and_a_new_tensor_is_none() -> None:
+    def run() -> tuple[Tensor, ...]:
+        x = torch.ones(4, 6)
+        return x, x.t()[2:], x + 1
+
+    for x, view, new in twice(run):
+        assert (view.shape, view.storage_offset()) == ((4, 4), 2)
+        assert view.untyped_storage()._cdata == x.untyped_storage()._cdata != new.untyped_storage()._cdata
+
+
+def test_what_is_written_is_what_was_given() -> None:
+    def run() -> list[bool]:
+        x, square, resized = torch.ones(4, 6), torch.empty(4, 4), torch.empty(0)
+        torch.mul(x, x, out=resized)
+        return [x.mul_(2) is x, torch.mm(x, x.t(), out=square) is square, resized.shape == (4, 6)]
+
+    assert twice(run) == ([True] * 3, [True] * 3)
+
+
+def test_types_of_numbers_and_the_default_type_tell_results_apart() -> None:
+    def run() -> list[torch.dtype]:
+        x = torch.ones(3, dtype=torch.int64)
+        return [(x * number).dtype for number in (2, 2.0, True)]
+
+    integer, single, double = torch.int64, torch.float32, torch.float64
+    assert twice(run) == ([integer, single, integer],) * 2
+    torch.set_default_dtype(double)
+    try:
+        assert twice(run) == ([integer, double, integer],) * 2
+    finally:
+        torch.set_default_dtype(single)
+
+
+def test_numbers_of_a_constant_are_its_own() -> None:
+    assert twice(lambda: [int(torch.tensor(number) + 1) for number in (3, 4)]) == ([4, 5], [4, 5])
