@@ -32,9 +32,12 @@ def log_to_stderr() -> None:
 
 
 def quiet_libraries() -> None:
-    """Log only errors of the libraries below, also of kernels that Transformers and PEFT import unasked."""
+    """Log only errors of the libraries below, also of kernels that Transformers and PEFT import unasked.
+
+    PyTorch's extension builder warns of a CUDA toolkit without a GPU, where nothing is built.
+    """
     logging.getLogger("datasets").setLevel(logging.CRITICAL)  # we name the file and the line of a bad data set
-    for name in ("torchao", "bitsandbytes", "torch.utils._pytree"):
+    for name in ("torchao", "bitsandbytes", "torch.utils._pytree", "torch.utils.cpp_extension"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning)
 
