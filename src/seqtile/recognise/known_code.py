@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator
 from functools import partial
-from types import MethodType
+from types import BuiltinMethodType, MethodType
 from typing import Any
 
 from torch import nn
@@ -24,8 +24,9 @@ def is_known(code: Any) -> bool:
     """Whether a library or Python itself wrote this class or function."""
     if isinstance(code, partial):
         return all(is_known(inner) for inner in (code.func, *code.args, *code.keywords.values()) if callable(inner))
-    if isinstance(code, MethodType) and isinstance(code.__self__, type):  # apply of an autograd.Function
-        return is_known(code.__self__) and is_known(code.__func__)
+    if isinstance(code, (MethodType, BuiltinMethodType)) and isinstance(code.__self__, type):
+        # apply of an autograd.Function, which is written in C from torch 2.14 on
+        return is_known(code.__self__) and is_known(getattr(code, "__func__", code.__self__))
     return _home(code).partition(".")[0].removeprefix("_") in LIBRARIES | _PYTHON
 
 
