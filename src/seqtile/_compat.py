@@ -39,7 +39,7 @@ SEEN = {
 """The version of each library in which its private names were last read."""
 
 TESTED = {
-    "torch": ("2.13", "2.13"), "transformers": ("5.0", "5.24"), "accelerate": ("1.11", "1.15"),
+    "torch": ("2.13", "2.15"), "transformers": ("5.0", "5.24"), "accelerate": ("1.11", "1.15"),
     "peft": ("0.19", "0.21"), "trl": ("1.16", "1.16"), "deepspeed": ("0.18", "0.19"),
 }  # fmt: skip
 """The lowest and the highest version of each library that tests have run with; a release of the same minor counts."""
@@ -464,14 +464,14 @@ HOOKS_SEE_WHAT_IS_KEPT = {
     for name in inspect.signature(_torch_checkpoint.checkpoint).parameters
     if name == "respect_saved_tensors_hooks"
 }
-"""Argument of a checkpoint by which offload hooks around it also see what a policy keeps: from torch 2.15 on, where the
+"""Argument of a checkpoint by which offload hooks around it also see what a policy keeps: from torch 2.14 on, where the
 default is announced to change, and warns. PyTorch hands it to its own context only, so a wrapped one is told too."""
 
 
 def hooks_inside_checkpoints(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> saved_tensors_hooks:
     """Hooks on what autograd saves, but not on what a selective checkpoint around them saves.
 
-    From torch 2.15 on that packs its results with the innermost hooks, other than those marked as a checkpoint's own.
+    From torch 2.14 on that packs its results with the innermost hooks, other than those marked as a checkpoint's own.
     """
     vars(pack)["_checkpoint_internal"] = True
     hooks: type[saved_tensors_hooks] = getattr(_torch_checkpoint, "_checkpoint_internal_hook", saved_tensors_hooks)

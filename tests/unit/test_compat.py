@@ -22,8 +22,8 @@ def test_what_is_installed_here_is_tested(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize(("version", "message"), [
-    ("2.16.0", r"torch 2\.16\.0 \(tested: 2\.13 to 2\.13\)"), ("3.0", r"torch 3\.0"), ("2.9.1+cu130", r"torch 2\.9"),
-    ("2.13.3+cu130", "^$"), ("2.13.0", "^$"),
+    ("2.16.0", r"torch 2\.16\.0 \(tested: 2\.13 to 2\.15\)"), ("3.0", r"torch 3\.0"), ("2.9.1+cu130", r"torch 2\.9"),
+    ("2.13.3+cu130", "^$"), ("2.13.0", "^$"), ("2.15.0+cu132", "^$"),
 ])  # fmt: skip
 def test_a_version_outside_the_range_is_named(version: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_compat, "installed", lambda library: version if library == "torch" else None)
