@@ -19,7 +19,7 @@ from typing import Any
 from environment import append_rows, environment, stamp
 from seqtile._errors import RunError
 from seqtile.models.configs import read_config
-from seqtile.options import WHOLE_LAYER, TilingOptions, offload_of
+from seqtile.options import DEFAULTS, WHOLE_LAYER, TilingOptions, offload_of
 from seqtile.planner.accelerators import find_device
 from seqtile.planner.chooser import Chosen, choose_settings
 from seqtile.planner.memory_plan import Planner
@@ -36,6 +36,8 @@ CASES = (
     ("qwen3.5-9b", "h100", 131_072, 0),
     ("qwen3-32b", "h100", 32_768, 512),
     ("qwen3-30b-a3b", "h100", 32_768, 512),
+    ("qwen3.5-9b", "h100", 32_768, 0),
+    ("qwen3.5-9b", "h100", 65_536, 0),
 )
 """Model, device, tokens and GiB of host memory; weights of over 20B parameters in 4 bits."""
 GIB = 2**30
@@ -91,31 +93,36 @@ def said(settings: TilingOptions) -> str:
     return ", ".join(names)
 
 
-def row_of(model: str, device: str, tokens: int, host: int) -> dict[str, Any]:
+def row_of(model: str, device: str, tokens: int, host: int, without: list[str]) -> dict[str, Any]:
     """What is chosen, in how many seconds of processor time, and the time of a step beside the fixed order's."""
     request = request_of(model, device, host, quantized="32b" in model or "30b" in model)
     started, chosen = time.process_time(), None
     row: dict[str, Any] = {"model": model, "device": device, "tokens": tokens, "host_gib": host}
     try:
-        chosen = choose_settings(request, tokens, {}, can_offload=host > 0)
+        fixed = {name: DEFAULTS[name] for name in without}
+        chosen = choose_settings(request, tokens, fixed, can_offload=host > 0)
         row |= {"chosen": said(chosen.settings), "seconds": chosen.seconds}
     except RunError as error:
         row |= {"chosen": str(error), "seconds": None}
     row["processor_seconds"] = time.process_time() - started
+    if without:
+        return {**row, "without": without}
     return {**row, "fixed_seconds": by_fixed_order(request, tokens, chosen, can_offload=host > 0)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--cases", nargs="+", type=int, default=[*range(len(CASES))], help="numbers, from 0 on")
+    parser.add_argument("--without", nargs="+", default=[], help="options that stay at their default; rows are printed")
     arguments = parser.parse_args()
     machine = environment()
-    if len(arguments.cases) == len(CASES):
+    if len(arguments.cases) == len(CASES) and not arguments.without:
         RESULTS.unlink(missing_ok=True)
     for number in arguments.cases:
-        row = row_of(*CASES[number])
+        row = row_of(*CASES[number], arguments.without)
         print(row, flush=True)
-        append_rows(RESULTS, [{**stamp(machine), **row}])
+        if not arguments.without:
+            append_rows(RESULTS, [{**stamp(machine), **row}])
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from seqtile.planner.layer_structure import find_depths
 from seqtile.planner.live_at_peaks import CHECKPOINTS, track
 from seqtile.planner.phases import HEAD, REST, Phase
 from seqtile.planner.step_config import Lora, Setup
+from seqtile.recognise import proof
 
 LENGTH = 256
 
@@ -223,6 +224,13 @@ def test_a_cut_model_keeps_the_first_layers() -> None:
     assert short.num_hidden_layers == 7
     assert short.layer_types == config.layer_types[:7]
     assert config.num_hidden_layers == 12
+
+
+def test_blocks_are_traced_for_the_first_fake_run_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, how = config_of("llama", num_hidden_layers=5), setup()
+    for sample in find_depths(config, build_bare(config, how, "meta")).samples:
+        fake_step(config, how, LENGTH, sample=sample)
+        monkeypatch.setattr(proof, "in_a_thread", lambda _: pytest.fail("a block is traced again"))
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,8 @@ class LayerSample:
                 computed[name] = picked
             else:
                 setattr(text, name, picked)
-        text.__class__ = type(type(text).__name__, (type(text),), {"__module__": type(text).__module__, **computed})
+        if computed:  # proofs are remembered by the class
+            text.__class__ = type(type(text).__name__, (type(text),), {"__module__": type(text).__module__, **computed})
 
 
 @dataclass(frozen=True)
