@@ -266,7 +266,7 @@ def test_the_peak_of_each_part(directory: Path, monkeypatch: pytest.MonkeyPatch,
     allocator, emptied = Allocator(), []
     for name in ("max_memory_allocated", "reset_peak_memory_stats"):
         monkeypatch.setattr(torch.accelerator, name, getattr(allocator, name))
-    module = SimpleNamespace(empty_cache=lambda: emptied.append(True))
+    module = SimpleNamespace(empty_cache=lambda: emptied.append(True), is_available=lambda: False)
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
     model = AutoModelForCausalLM.from_pretrained(directory)
     callback = seqtile.TilingCallback(seqtile.apply(model))
