@@ -69,6 +69,17 @@ def test_what_is_written_is_what_was_given() -> None:
     assert twice(run) == ([True] * 3, [True] * 3)
 
 
+def test_an_input_that_was_written_over_is_not_the_next_calls_result() -> None:
+    with fake_tensors(), torch.inference_mode():  # autograd would return the tensor given as out
+        x, y = torch.ones(4, 6), torch.empty(4, 6)
+        torch.ops.aten.silu.out(x, out=x)
+        assert torch.ops.aten.silu.out(x, out=y) is y
+
+
+def test_a_negated_view_stays_one() -> None:
+    assert twice(lambda: torch._neg_view(torch.ones(3)).is_neg()) == (True, True)
+
+
 def test_types_of_numbers_and_the_default_type_tell_results_apart() -> None:
     def run() -> list[torch.dtype]:
         x = torch.ones(3, dtype=torch.int64)

@@ -31,20 +31,19 @@ class _NotByMetadata(Exception):
 
 
 class _WrittenArgument(NamedTuple):
-    """One of the arguments, which the operator writes to."""
+    """The argument that the operator writes to and returns: ``out``, or the first one."""
 
-    position: int | None
-    name: str
+    place: int | str
 
     @classmethod
     def of(cls, result: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _WrittenArgument | None:
         """Which argument ``result`` is; None if it is none."""
-        positions = [n for n, arg in enumerate(args) if arg is result]
-        names = [name for name, arg in kwargs.items() if arg is result]
-        return cls(next(iter(positions), None), next(iter(names), "")) if positions or names else None
+        # The tensor given as ``out`` may be an input of this call and not of the next: exp(x, out=x), exp(x, out=y).
+        places: list[tuple[int | str, Any]] = [*kwargs.items(), *enumerate(args)]
+        return next((cls(place) for place, arg in places if arg is result), None)
 
     def make(self, mode: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        return kwargs[self.name] if self.position is None else args[self.position]
+        return kwargs[self.place] if isinstance(self.place, str) else args[self.place]
 
 
 class _MadeTensor(NamedTuple):
@@ -135,7 +134,7 @@ _results: dict[tuple[Any, ...], _MadeTensor | _WrittenArgument] = {}
 def _is_plain_fake(tensor: Any) -> bool:
     if not isinstance(tensor, FakeTensor) or tensor.constant is not None:  # a constant's number may be read
         return False
-    return tensor.layout is torch.strided and not tensor.dtype.is_complex
+    return tensor.layout is torch.strided and not tensor.dtype.is_complex and not tensor.is_neg()
 
 
 @cache
