@@ -37,7 +37,7 @@ def test_a_row_is_shown_with_what_counts_and_nothing_is_written(
     # 14 tokens, of which 12 stay; 7 of these are of the completion
     assert "3 rows, 42 tokens" in shown and "3 truncated to 12 tokens (6 tokens lost)" in shown
     assert "21 tokens in the loss, prompts not among them" in shown and "completion_only_loss: true" not in shown
-    assert "12 tokens fit" in shown
+    assert "12 tokens fit" in shown and "tokens, with 'rope_scaling: {" in shown
     assert [file.name for file in tmp_path.iterdir()] == ["rows.jsonl"]
 
 

@@ -266,7 +266,7 @@ def rope_scaling_of(request: Request, tokens: int) -> dict[str, Any] | None:
     """The rotary scaling that ``tokens`` tokens need; None where the model has as many positions."""
     if scaling := named_scaling(request.model, tokens):
         return scaling
-    return scaling_for(request.config, tokens) if tokens > (request.own_positions or tokens) else None
+    return scaling_for(request.config, tokens) if tokens > (request.positions or tokens) else None
 
 
 def rope_scaling_key(request: Request, tokens: int) -> str:
