@@ -1,8 +1,8 @@
-"""Results of operators on fake tensors that are not computed again."""
+"""Operators on fake tensors return the same from remembered results as from PyTorch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -20,9 +20,8 @@ SETUP = Setup(device_type="cuda", attention="flash", lora=Lora(4))
 
 
 @pytest.fixture(autouse=True)
-def nothing_known(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def no_results(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fake_results, "_results", {})
-    yield
 
 
 @pytest.mark.parametrize(
@@ -35,22 +34,20 @@ def nothing_known(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_a_step_is_the_same_as_with_pytorchs_results(
     architecture: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config, setup = (
-        tiny_config(architecture),
-        replace(SETUP, options=replace(SETUP.options, tile=64, loss_tile=64, **options)),
-    )
+    config = tiny_config(architecture)
+    setup = replace(SETUP, options=replace(SETUP.options, tile=64, loss_tile=64, **options))
     steps = [fake_step(config, setup, 128) for _ in range(2)]
     assert fake_results._results
     monkeypatch.setattr(fake_results.FakeResults, "run", lambda self, func, args, kwargs: func(*args, **kwargs))
     assert steps == [fake_step(config, setup, 128)] * 2
 
 
-def twice(run: Any) -> tuple[Any, Any]:
+def twice(run: Callable[[], Any]) -> tuple[Any, Any]:
     with fake_tensors():
         return run(), run()
 
 
-def test_a_view_is_one_and_a_new_tensor_is_none() -> None:
+def test_only_a_view_shares_its_arguments_storage() -> None:
     def run() -> tuple[Tensor, ...]:
         x = torch.ones(4, 6)
         return x, x.t()[2:], x + 1
@@ -60,7 +57,7 @@ def test_a_view_is_one_and_a_new_tensor_is_none() -> None:
         assert view.untyped_storage()._cdata == x.untyped_storage()._cdata != new.untyped_storage()._cdata
 
 
-def test_what_is_written_is_what_was_given() -> None:
+def test_an_operator_that_writes_returns_its_argument() -> None:
     def run() -> list[bool]:
         x, square, resized = torch.ones(4, 6), torch.empty(4, 4), torch.empty(0)
         torch.mul(x, x, out=resized)
@@ -80,7 +77,7 @@ def test_a_negated_view_stays_one() -> None:
     assert twice(lambda: torch._neg_view(torch.ones(3)).is_neg()) == (True, True)
 
 
-def test_types_of_numbers_and_the_default_type_tell_results_apart() -> None:
+def test_results_differ_by_the_type_of_a_number_and_the_default_dtype() -> None:
     def run() -> list[torch.dtype]:
         x = torch.ones(3, dtype=torch.int64)
         return [(x * number).dtype for number in (2, 2.0, True)]
@@ -94,5 +91,5 @@ def test_types_of_numbers_and_the_default_type_tell_results_apart() -> None:
         torch.set_default_dtype(single)
 
 
-def test_numbers_of_a_constant_are_its_own() -> None:
+def test_a_constants_value_is_not_remembered() -> None:
     assert twice(lambda: [int(torch.tensor(number) + 1) for number in (3, 4)]) == ([4, 5], [4, 5])

@@ -1,7 +1,8 @@
 """Results of operators on fake tensors, by the metadata of their arguments.
 
-A fake step calls the same operators with the same shapes for every tile, layer and length. PyTorch has a cache,
-whose key covers every kind of tensor; of a step's plain, strided tensors four facts decide. This halves its time.
+A fake step calls the same operators with the same shapes for every tile and layer. PyTorch's own cache of fake results
+has a slow key, which covers every kind of tensor, and never keeps an operator that writes into a buffer. Here shape,
+strides, offset, dtype and device of plain, strided tensors are the key.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from seqtile._compat import (
 )
 
 MOST_RESULTS = 50_000
-"""Results that are kept; a plan has some hundreds."""
+"""Results that are kept; beyond it all are dropped. A plan has some hundreds."""
 
 
 class _NotByMetadata(Exception):
@@ -31,13 +32,13 @@ class _NotByMetadata(Exception):
 
 
 class _WrittenArgument(NamedTuple):
-    """The argument that the operator writes to and returns: ``out``, or the first one."""
+    """A result that is the argument which the operator writes to: ``out``, or the first one."""
 
     place: int | str
 
     @classmethod
     def of(cls, result: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _WrittenArgument | None:
-        """Which argument ``result`` is; None if it is none."""
+        """Describe ``result``; None if it is not an argument."""
         # The tensor given as ``out`` may be an input of this call and not of the next: exp(x, out=x), exp(x, out=y).
         places: list[tuple[int | str, Any]] = [*kwargs.items(), *enumerate(args)]
         return next((cls(place) for place, arg in places if arg is result), None)
@@ -46,8 +47,8 @@ class _WrittenArgument(NamedTuple):
         return kwargs[self.place] if isinstance(self.place, str) else args[self.place]
 
 
-class _MadeTensor(NamedTuple):
-    """A new tensor, or a view of the argument number ``base``."""
+class _NewTensor(NamedTuple):
+    """A result that is a new tensor, or a view of the argument at position ``base``."""
 
     shape: torch.Size
     strides: tuple[int, ...]
@@ -57,8 +58,8 @@ class _MadeTensor(NamedTuple):
     base: int | None
 
     @classmethod
-    def of(cls, result: Any, args: Sequence[Any]) -> _MadeTensor | None:
-        """What describes ``result``; None if it is more than one plain tensor, or an argument itself."""
+    def of(cls, result: Any, args: Sequence[Any]) -> _NewTensor | None:
+        """Describe ``result``; None if it is not a single plain tensor, or if it is an argument itself."""
         if not _is_plain_fake(result) or any(result is arg for arg in args):
             return None
         storage = result.untyped_storage()
@@ -66,20 +67,20 @@ class _MadeTensor(NamedTuple):
         bases = [
             n for n, arg in enumerate(args) if isinstance(arg, Tensor) and storage_key(arg.untyped_storage()) == key
         ]
-        described = cls(
+        description = cls(
             result.shape, result.stride(), result.dtype, result.device, result.storage_offset(), next(iter(bases), None)
         )
         if bases:
-            return described
+            return description
         with disable_current_modes():
-            size = described._on_meta().untyped_storage().nbytes()
-        return described if described.offset == 0 and size == storage.nbytes() else None
+            size = description._on_meta().untyped_storage().nbytes()
+        return description if description.offset == 0 and size == storage.nbytes() else None
 
     def _on_meta(self) -> Tensor:
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="meta")
 
     def make(self, mode: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """The same from other arguments."""
+        """The result for other arguments with the same metadata."""
         with in_kernel_invocation(mode):
             tensor = self._on_meta()
             if self.base is not None:
@@ -94,21 +95,21 @@ class FakeResults:
         self._mode = mode
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """``func(*args, **kwargs)``, from memory where it ran with such arguments before."""
+        """Compute ``func(*args, **kwargs)``; rebuild the result if ``func`` has run with such arguments before."""
         try:
             key = self._key(func, args, kwargs)
-            known = _results.get(key)
+            remembered = _results.get(key)
         except (_NotByMetadata, TypeError):  # an argument without a hash
             return func(*args, **kwargs)
-        if known is not None:
-            return known.make(self._mode, args, kwargs)
+        if remembered is not None:
+            return remembered.make(self._mode, args, kwargs)
         result = func(*args, **kwargs)
-        written = schema_of(func).is_mutable
-        described = _WrittenArgument.of(result, args, kwargs) if written else _MadeTensor.of(result, args)
-        if described is not None and (not written or key == self._key(func, args, kwargs)):  # nothing was resized
+        writes = schema_of(func).is_mutable
+        description = _WrittenArgument.of(result, args, kwargs) if writes else _NewTensor.of(result, args)
+        if description is not None and (not writes or key == self._key(func, args, kwargs)):  # nothing was resized
             if len(_results) >= MOST_RESULTS:
                 _results.clear()
-            _results[key] = described
+            _results[key] = description
         return result
 
     def _key(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -128,7 +129,7 @@ class FakeResults:
         return type(arg), arg  # 1, 1.0 and True are equal
 
 
-_results: dict[tuple[Any, ...], _MadeTensor | _WrittenArgument] = {}
+_results: dict[tuple[Any, ...], _NewTensor | _WrittenArgument] = {}
 
 
 def _is_plain_fake(tensor: Any) -> bool:
@@ -139,6 +140,6 @@ def _is_plain_fake(tensor: Any) -> bool:
 
 @cache
 def _depends_on_metadata(func: Any) -> bool:
-    """Whether arguments' metadata decides the result of an operator of PyTorch's own, and it changes none of them."""
+    """Whether an operator is PyTorch's own, its arguments' metadata decides its result, and it changes no metadata."""
     others = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view)
     return func.namespace == "aten" and not any(tag in func.tags for tag in others)
