@@ -265,7 +265,7 @@ def tracked_step(built: Built, setup: Setup, tokens: int, live: Tracker) -> Step
                 weight.grad = torch.zeros_like(weight)
     on_cpu, chunked = setup.device_type == "cpu", setup.options.chunk is not None
     pictures = setup.pictures is not None
-    with _filing(model, layers, weights, setup, live) as end_forward:
+    with _file_step_tensors(model, layers, weights, setup, live) as end_forward:
         with (
             log_level(block_logger.name, logging.ERROR) if chunked else nullcontext(),  # our hooks are news to it
             count_generator_states(live) if on_cpu else nullcontext(),
@@ -287,10 +287,10 @@ def tracked_step(built: Built, setup: Setup, tokens: int, live: Tracker) -> Step
 
 
 @contextmanager
-def _filing(
+def _file_step_tensors(
     model: Any, layers: Sequence[nn.Module], weights: Sequence[Tensor], setup: Setup, live: Tracker
 ) -> Iterator[Callable[[], None]]:
-    """Inside, ``live`` files checkpoints, kept attention outputs and gradients; call the result after the forward."""
+    """Inside, ``live`` files checkpoints, kept attention outputs and gradients; call its result after the forward."""
     in_forward, policies = True, dict(zip(layers, layer_policies(setup.options.checkpoint, len(layers)), strict=True))
     policy = "layer" if setup.options.by_layer else setup.options.checkpoint  # of what runs: first a vision tower
 

@@ -65,7 +65,7 @@ MOST_SCALING = 64
 """Largest factor of rotary scaling that a plan looks at unasked: a small model would fit lengths that nobody runs."""
 
 SHORT = 128
-"""Tokens per rank of a sequence that is named where none fits."""
+"""Length (tokens per rank) shown when no length fits."""
 
 MOST_FITS = 6
 """Lengths that a search makes fake runs for: each has tiles of its own, which move what fits."""

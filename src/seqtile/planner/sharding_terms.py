@@ -22,6 +22,9 @@ BUFFERS = "engine buffers"
 POOL = "rest of the pinned pool"
 CONTEXT = "context and allocator"
 
+UPDATE = (OPTIMIZER, OPTIMIZER_STEP)
+"""The parts of a step after its backward."""
+
 
 @dataclass(frozen=True)
 class Constant:
@@ -172,30 +175,32 @@ def _ulysses(request: Request, counts: Counts, tokens: float, phase: Phase) -> f
     return plain + (output if phase.part != HEAD and phase.direction in ("recompute", "backward") else 0.0)
 
 
-UPDATE = (OPTIMIZER, OPTIMIZER_STEP)
-"""The parts of a step after its backward."""
-
-
 def _shard(request: Request, counts: Counts, device_terms: dict[str, float], phase: Phase) -> None:
     """Replace whole weights, gradients and states by a rank's shards; add what the engine gathers and stages."""
     trained = counts.trained
     # The fake run holds every weight and gradient in the type that is gathered (adapters in fp32).
-    size = float(request.setup().dtype.itemsize)
-    gradient_share = device_terms.get(GRADIENTS, 0.0) / max(1.0, trained * (4.0 if request.lora else size))
+    itemsize = float(request.setup().dtype.itemsize)
+    gradient_share = device_terms.get(GRADIENTS, 0.0) / max(1.0, trained * (4.0 if request.lora else itemsize))
     states = 0.0 if "optimizer" in request.engine_offload else STATE_BYTES[request.optimizer] * trained
     device_terms[OPTIMIZER] = states / request.gpus
     shard = _shard_fsdp2 if request.engine == "fsdp2" else _shard_zero
-    shard(request, counts, device_terms, phase, size, gradient_share)
+    shard(request, counts, device_terms, phase, itemsize, gradient_share)
 
 
 def _shard_fsdp2(
-    request: Request, counts: Counts, device_terms: dict[str, float], phase: Phase, size: float, gradient_share: float
+    request: Request,
+    counts: Counts,
+    device_terms: dict[str, float],
+    phase: Phase,
+    itemsize: float,
+    gradient_share: float,
 ) -> None:
     ranks, trained, moved = request.gpus, counts.trained, request.engine_offload
     update = phase.part in UPDATE
     backward = phase.direction in ("backward", "recompute") and not update
     # bf16 copies of fp32 shards are gathered; a frozen model is in bf16 itself.
-    device_terms[WEIGHTS] = 0.0 if "weights" in moved else (4.0 * trained + size * (counts.weights - trained)) / ranks
+    shards = (4.0 * trained + itemsize * (counts.weights - trained)) / ranks
+    device_terms[WEIGHTS] = 0.0 if "weights" in moved else shards
     full_backward = backward and request.lora is None
     # The outermost unit's gradients are reduced last, so that they are whole until the backward ends: the head's
     # from its beginning, the embedding's at its end.
@@ -210,19 +215,24 @@ def _shard_fsdp2(
     if request.accumulation > 1 and not update:
         # Between updates nothing is reduced: every rank keeps every gradient whole, in the type that is gathered
         # (accelerate's no_sync; torch/distributed/fsdp/_fully_shard/_fsdp_param.py, unsharded_accumulated_grad).
-        device_terms[GRADIENTS] = size * trained
+        device_terms[GRADIENTS] = itemsize * trained
         unreduced = counts.largest if full_backward and not in_tile else 0  # added to what is there, one at a time
     # A layer, the next one on its way, and the outermost unit. Behind the layers' forward it is the buffer that
     # the last one was gathered into (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, wait_for_unshard).
     at_once = 1 if phase.part == HEAD and phase.direction == "forward" else 2
-    gathered = 0.0 if update else size * (at_once * counts.layer + counts.root)
+    gathered = 0.0 if update else itemsize * (at_once * counts.layer + counts.root)
     # Only what trains is reduced: of adapters a layer's part, in fp32. The input stands until the next reduction.
-    reduction = size * counts.layer if request.lora is None else 4.0 * trained / max(1, counts.layers)
-    device_terms[BUFFERS] = gathered + (reduction if backward and phase.part != HEAD else 0.0) + size * unreduced
+    reduction = itemsize * counts.layer if request.lora is None else 4.0 * trained / max(1, counts.layers)
+    device_terms[BUFFERS] = gathered + (reduction if backward and phase.part != HEAD else 0.0) + itemsize * unreduced
 
 
 def _shard_zero(
-    request: Request, counts: Counts, device_terms: dict[str, float], phase: Phase, size: float, gradient_share: float
+    request: Request,
+    counts: Counts,
+    device_terms: dict[str, float],
+    phase: Phase,
+    itemsize: float,
+    gradient_share: float,
 ) -> None:
     ranks, trained, moved = request.gpus, counts.trained, request.engine_offload
     update = phase.part in UPDATE
@@ -231,7 +241,7 @@ def _shard_zero(
     # DeepSpeed's fp32 weights are copies, of whatever type the others are, and go to the host with the optimizer.
     master = 0.0 if "optimizer" in moved else 4.0 * trained / ranks
     whole = request.engine == "zero2"
-    copies = size * counts.weights / (1 if whole else ranks)
+    copies = itemsize * counts.weights / (1 if whole else ranks)
     device_terms[WEIGHTS] = master + (0.0 if "weights" in moved else copies)
     # ZeRO-3 has one buffer of all gradients from set-up on (stage3.py, grad_partitions_flat_buffer), ZeRO-2 one from
     # the first reduction into this rank's part on: at the backward's beginning on the rank that has the last weights
@@ -242,27 +252,27 @@ def _shard_zero(
     if whole:
         is_reduced = gradient_share > 0 and (update or backward and buckets)
         buffers = 2.0 if request.accumulation > 1 else float(is_reduced)
-    device_terms[GRADIENTS] = 0.0 if "optimizer" in moved else size * buffers * trained / ranks
+    device_terms[GRADIENTS] = 0.0 if "optimizer" in moved else itemsize * buffers * trained / ranks
     # ZeRO-2 has its bucket during the backward (stage_1_and_2.py, setup_buckets), ZeRO-3 from set-up on.
-    bucket = size * ZERO_BUCKET if backward or not whole else 0.0
+    bucket = itemsize * ZERO_BUCKET if backward or not whole else 0.0
     device_terms[BUFFERS] = bucket
     if backward and request.lora is None:  # one gradient on its way into the bucket
-        device_terms[BUFFERS] += size * (counts.largest if phase.layer is not None else head)
+        device_terms[BUFFERS] += itemsize * (counts.largest if phase.layer is not None else head)
     is_shared = not whole or trained / ranks < head + counts.layer + ZERO_BUCKET
     if backward and buckets and phase.part != HEAD and is_shared:
         # A bucket is reduced from a copy of it in the order of the ranks (coalesced_collectives.py,
         # reduce_scatter_coalesced); ZeRO-2's only where it belongs to several (stage_1_and_2.py, average_tensor),
         # which is not so at the backward's beginning on a rank whose part is larger.
-        device_terms[BUFFERS] += size * ZERO_BUCKET
+        device_terms[BUFFERS] += itemsize * ZERO_BUCKET
     if whole and "optimizer" in moved and request.lora is None:
         # stage_1_and_2.py, temp_grad_buffer_for_gpu_offload: the largest weight's gradient on its way to the host.
-        device_terms[BUFFERS] += size * max(counts.largest, counts.vocabulary * counts.hidden)
+        device_terms[BUFFERS] += itemsize * max(counts.largest, counts.vocabulary * counts.hidden)
     if not whole and not update:
-        device_terms[BUFFERS] += size * _gathered(counts, phase)
+        device_terms[BUFFERS] += itemsize * _gathered(counts, phase)
     if update and "optimizer" not in moved:
         # A flat copy of the gradients and its fp32 copy (stage3.py, _prepare_fp32_grad_for_sub_group).
         group = trained / ranks if whole else min(ZERO3_SUB_GROUP, trained / ranks)
-        device_terms[BUFFERS] += (size + (4.0 if size < 4 else 0.0)) * group
+        device_terms[BUFFERS] += (itemsize + (4.0 if itemsize < 4 else 0.0)) * group
 
 
 def _gathered(counts: Counts, phase: Phase) -> float:
