@@ -346,7 +346,7 @@ def describe(
     autocast: bool = True, accumulation: int = 1, media: Mapping[str, Any] | None = None,
     step: TrainerStep | None = None,
 ) -> tuple[Request, list[str]]:  # fmt: skip
-    """Build the plan's request for a live model, and notes where the plan deviates from it; refuse others.
+    """Build the plan's request for a live model, and notes where the plan deviates from it; refuse other models.
 
     Args:
         model, device, optimizer, engine, sp_size, cp_size, lora, batch_size, autocast: of :func:`fit`.
@@ -355,7 +355,7 @@ def describe(
         step: what a trainer does beside a supervised step; None is nothing.
     """
     causal = causal_model(model)
-    config, step = _planned_config(causal, step)
+    config, step = _config_and_step(causal, step)
     model_name = str(getattr(config, "name_or_path", "") or type(causal).__name__)
     refuse_encoder(config, model_name)
     parameters = [*model.parameters()]
@@ -363,9 +363,8 @@ def describe(
     four_bit = experts_packed or any(type(weight).__name__ == "Params4bit" for weight in parameters)
     if getattr(causal, "is_quantized", False) and not four_bit:
         raise UserError("fit supports no other quantized weights than bitsandbytes' 4-bit ones; use seqtile.apply")
-    adapters, notes = (find_adapters(model) if lora is None else _adapters_to_come(lora)), list[str]()
-    if adapters is None and not _all_train(parameters, four_bit):
-        notes.append("some weights are frozen, but the plan counts all as trained, which overestimates memory")
+    adapters = find_adapters(model) if lora is None else _adapters_to_come(lora)
+    notes = _check_trainable(parameters, four_bit) if adapters is None else []
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     engine = engine or ("ddp" if world_size > 1 else "single")
     processes = 1 if engine == "single" else world_size
@@ -402,8 +401,8 @@ def describe(
     return request, notes
 
 
-def _planned_config(causal: nn.Module, step: TrainerStep | None) -> tuple[Any, TrainerStep | None]:
-    """The model's config, and the trainer's step, with labels per sequence for a classifier or a bare decoder."""
+def _config_and_step(causal: nn.Module, step: TrainerStep | None) -> tuple[Any, TrainerStep | None]:
+    """The model's config, and the trainer's step; that of a classifier or a bare decoder has no language-model head."""
     config = getattr(causal, "config", None)
     has_head = getattr(causal, "get_output_embeddings", lambda: None)() is not None
     if not has_head and (is_classifier(causal) or is_bare_decoder(causal)):
@@ -416,13 +415,15 @@ def _planned_config(causal: nn.Module, step: TrainerStep | None) -> tuple[Any, T
     return config, step
 
 
-def _all_train(parameters: list[nn.Parameter], four_bit: bool) -> bool:
-    """Whether every weight of a model without adapters trains; refuse a model of which none can."""
+def _check_trainable(parameters: list[nn.Parameter], four_bit: bool) -> list[str]:
+    """Refuse a model without adapters and without a weight to train; return notes on frozen weights."""
     if four_bit:
         raise UserError("fit got 4-bit weights without adapters, which cannot train; add adapters, or pass lora=16")
     if not any(weight.requires_grad for weight in parameters):
         raise UserError("fit got a model without trainable parameters; add adapters first, or pass lora=16")
-    return all(weight.requires_grad for weight in parameters)
+    if all(weight.requires_grad for weight in parameters):
+        return []
+    return ["some weights are frozen, but the plan counts all as trained, which overestimates memory"]
 
 
 def _fully_trained_bytes(model: nn.Module, lora: Any, optimizer: str) -> float:
