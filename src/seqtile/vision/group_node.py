@@ -94,12 +94,12 @@ class _Keeping(torch.autograd.Function):
 
 
 class GroupedCall:
-    """One call of a method in groups.
+    """One call of a tower's method, computed in groups of pictures or sounds.
 
     Args:
         owner: the module that has the method.
-        method: computes features.
-        units: the pictures of the call.
+        method: computes the features.
+        units: pictures, crops or frames of the call; no group divides one.
         groups: first unit of each group, and the one after its last.
         form: of the method's results.
         frozen: layers that a recompute leaves out.
@@ -130,11 +130,11 @@ class GroupedCall:
         rows = run_with_cuts(self._run_group, units.tensors, cuts, weights=weights, changed=changed)
         entries = []
         for number in range(len(self.shapes[0].entries)):
-            of_owners = [0] * units.owner_count
+            counts = [0] * units.owner_count  # of each owner
             for index, group in enumerate(self.groups):
                 for owner_number, count in zip(units.pieces(*group), self.shapes[index].entries[number], strict=True):
-                    of_owners[owner_number] += count
-            entries.append(of_owners)
+                    counts[owner_number] += count
+            entries.append(counts)
         return restored(self._form, iter(rows), iter(entries), iter(self.shapes[0].tails), units.owner_count)
 
     def _run_group(
@@ -159,15 +159,15 @@ class GroupedCall:
 
 
 class PlannedCall(GroupedCall):
-    """For plans, in which pictures have one size: of more than four groups the first two and the last one run.
+    """A call of a plan, whose pictures have one size: of more than four groups only the first two and the last run.
 
-    The groups between them only allocate what they would return and keep. ``live_bytes`` counts live bytes.
+    The groups between allocate as much as they would return and keep, by ``live_bytes()`` around the second group.
     """
 
     def __init__(self, live_bytes: Callable[[], int], *call: Any, **kwargs: Any) -> None:
         super().__init__(*call, **kwargs)
         self._live_bytes, self._live_at = live_bytes, dict[int, int]()
-        self._second: list[tuple[int, int, torch.dtype]] = []  # rows, width and type of the second group's features
+        self._second_group: list[tuple[int, int, torch.dtype]] = []  # rows, width and dtype of its features
         self._skips = len(self.groups) > 4
         if self._skips:
             self.groups = [*self.groups[:2], (self.groups[2][0], self.groups[-1][0]), self.groups[-1]]
@@ -178,7 +178,7 @@ class PlannedCall(GroupedCall):
             return self._allocate(aliases)
         features = super().compute(tensors, aliases, index)
         if index == 1:
-            self._second = [(len(rows), rows.shape[-1], rows.dtype) for rows in features]
+            self._second_group = [(len(rows), rows.shape[-1], rows.dtype) for rows in features]
         return features
 
     def _allocate(self, aliases: Mapping[str, Tensor]) -> list[Tensor]:
@@ -187,12 +187,12 @@ class PlannedCall(GroupedCall):
         times, pieces = (end - begin) / (last - first), len(self._units.pieces(begin, end))
         kept_bytes = 0
         if 2 not in self.shapes:  # in the forward
-            of_features = sum(rows * width * dtype.itemsize for rows, width, dtype in self._second)
-            kept_bytes = max(0, round((self._live_at[2] - self._live_at[1] - of_features) * times))
+            feature_bytes = sum(rows * width * dtype.itemsize for rows, width, dtype in self._second_group)
+            kept_bytes = max(0, round((self._live_at[2] - self._live_at[1] - feature_bytes) * times))
         shapes = self.shapes[2] = GroupShapes()
         shapes.tails = self.shapes[1].tails
         shapes.entries = [[round(sum(entry) * times / pieces)] * pieces for entry in self.shapes[1].entries]
-        sizes = [((round(rows * times), width), dtype) for rows, width, dtype in self._second]
+        sizes = [((round(rows * times), width), dtype) for rows, width, dtype in self._second_group]
         trained = [alias for alias in aliases.values() if alias.requires_grad]
         if not trained:
             device = self._units.tensors[0].device

@@ -153,8 +153,8 @@ class VisionTower(StandIn):
         with nullcontext() if proof.trained else torch.no_grad():
             changed = SameSettings(modules).changed if proof.trained else str
             frozen = (FrozenLayers(self.computing(), live().values()) or None) if proof.skips_frozen else None
-            kind = GroupedCall if self.live_bytes is None else partial(PlannedCall, self.live_bytes)
-            return kind(self.module, original, units, groups, proof.form, frozen=frozen).run(live, changed)
+            make_call = GroupedCall if self.live_bytes is None else partial(PlannedCall, self.live_bytes)
+            return make_call(self.module, original, units, groups, proof.form, frozen=frozen).run(live, changed)
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def _runs_whole(self, method: str, why: str) -> bool:
