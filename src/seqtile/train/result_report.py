@@ -62,8 +62,8 @@ class Outcome:
     retries: tuple[dict[str, Any], ...] = ()
 
 
-def with_report(outcome: Outcome, folder: Path) -> Outcome:
-    """Write ``report.json``: everything measured, with versions, device, command and date."""
+def write_report(outcome: Outcome, folder: Path) -> Outcome:
+    """Write all measurements to ``report.json``, with versions, device, command and date; return it with its folder."""
     values = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": ["seqtile", *sys.argv[1:]],

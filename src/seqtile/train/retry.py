@@ -171,7 +171,7 @@ class StepWatch:
         )
         release()
         if retry is not None:
-            return OutOfMemory(said({**retry, "how": "from the last checkpoint"}), retry, self.retries)
+            return OutOfMemory(describe_retry({**retry, "how": "from the last checkpoint"}), retry, self.retries)
         checkpoint, _ = newest_whole(self._output)
         return OutOfMemory(
             explain_out_of_memory(self.recipe, location, live, checkpoint, len(self.retries)), None, self.retries
@@ -199,10 +199,10 @@ class StepWatch:
         if trainer.args.should_save:
             save_recipe(self.recipe, self._output / RECIPE_FILE)
         _restore(trainer, self._before)
-        logger.warning("%s", said(retry))
+        logger.warning("%s", describe_retry(retry))
 
 
-def said(retry: dict[str, Any]) -> str:
+def describe_retry(retry: dict[str, Any]) -> str:
     """One sentence for the log."""
     return f"out of memory {retry['place']}: continuing {retry['how']} with {retry['changed']}"
 

@@ -110,7 +110,7 @@ def _train_with_retries(
     """Train; after an out-of-memory, continue from the newest checkpoint with settings that need less memory."""
     from filelock import FileLock
 
-    from seqtile.train.retry import OutOfMemory, release, said
+    from seqtile.train.retry import OutOfMemory, describe_retry, release
     from seqtile.train.run_directory import LOCK, newest_whole
 
     output = Path(str(recipe.output))
@@ -131,7 +131,7 @@ def _train_with_retries(
                 raise RunError(f"out of memory, and no complete checkpoint in {output} to resume from")
             recipe, overwrite = recipe.changed(**retry["recipe"]), False
             retries = [*earlier_retries, {**retry, "how": f"from {start.name}"}]
-            logger.warning("%s", said(retries[-1]))
+            logger.warning("%s", describe_retry(retries[-1]))
     finally:
         with suppress(OSError):  # another error would hide how the run ended
             lock.release(force=True)
@@ -150,10 +150,10 @@ def _reporting_disk_errors(output: Path) -> Iterator[None]:
     except (OutOfMemory, UserError):
         raise
     except (Exception, CheckpointException) as error:
-        of_disk = disk_error(error, output)
-        if of_disk is None:
+        reported = disk_error(error, output)
+        if reported is None:
             raise
-        raise of_disk from None
+        raise reported from None
 
 
 def _attempt(
@@ -276,10 +276,10 @@ def _build(recipe: Recipe, output: Path, start: Path | None, display: Display) -
     if recipe.loss_tile:
         find_causal_lms(model)  # before the trainer is built, which takes longer
     prepare_on_cpu(recipe)
-    reads = data.stream is not None or data.processor is not None
-    display.stage(
-        f"reading {recipe.dataset}" if reads else f"tokenizing {counted(len(data.sets['train'].rows), 'row')}"
-    )
+    if data.stream is not None or data.processor is not None:
+        display.stage(f"reading {recipe.dataset}")
+    else:
+        display.stage(f"tokenizing {counted(len(data.sets['train'].rows), 'row')}")
     trainer = _trainer(model, data, data.processor or tokenizer, adapter_config(recipe.lora, model, unread))
     trainer.result_dtype = result_dtype(recipe)
     advice = {name: row_set.row_format.advice for name, row_set in data.sets.items()}
@@ -402,7 +402,7 @@ def _train_and_save(
     from seqtile.train.callbacks import CheckFirstStep, CheckModel, Clock, EndSlowDemo, StopOnSignal
     from seqtile.train.metrics import Metrics
     from seqtile.train.ranks import is_first
-    from seqtile.train.result_report import Outcome, with_report
+    from seqtile.train.result_report import Outcome, write_report
     from seqtile.train.retry import StepWatch
     from seqtile.train.trainer_fields import best_metric
 
@@ -444,5 +444,6 @@ def _train_and_save(
         ran=ran,
         retries=tuple(trainer.run["retries"]),
     )
-    writes = recipe.report and is_first() and outcome.stopped_by is None
-    return with_report(outcome, output / "report") if writes else outcome
+    if recipe.report and is_first() and outcome.stopped_by is None:
+        return write_report(outcome, output / "report")
+    return outcome
