@@ -339,7 +339,7 @@ class Installed(ForwardStandIn):
         Args:
             chain: the modules that run.
             tensors: the inputs that are split.
-            call: ``chain`` on tiles.
+            call: computes ``chain`` on tiles of ``tensors``.
             untiled: the call as its caller made it.
             lanes: rows per token.
             mode: of the call; None reads it from ``tensors``.
@@ -354,7 +354,7 @@ class Installed(ForwardStandIn):
         if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
             refuse_trace()
         x, keep = tensors[0], self.setting.keep
-        if why := _why_never_in_tiles(x):
+        if why := _why_input_stays_whole(x):
             return self._run_untiled(why, untiled)
         verdict, weights = self.verdict(chain, mode or mode_of(tensors))
         if verdict.refusal:
@@ -383,7 +383,7 @@ class Installed(ForwardStandIn):
         return fused_mlp(x, fused, sizes, keep=kept_share, holds_dense=holds_dense)
 
     def _tile_sizes(self, operands: Operands, tokens: int, chunk: str) -> tuple[int, ...]:
-        """Tile sizes of a call, noted for the report; empty for a call that runs whole."""
+        """Compute the tile sizes of a call, and record them for the report; empty if it runs whole."""
         fused, sizes = operands.fused, operands.sizes.get(tokens)
         if sizes is None:
             sizes = operands.sizes[tokens] = self.setting.rule.tile_sizes(tokens, operands.shape)
@@ -609,8 +609,8 @@ _AXES: dict[int, tuple[str, ...]] = {2: ("bs",), 3: ("b", "s"), 4: ("b", "m", "s
 """The token axes in each leading dimension, by dimensions; a trace distinguishes three at most."""
 
 
-def _why_never_in_tiles(x: Tensor) -> str:
-    """Why no block with this input can run in tiles now, or ""."""
+def _why_input_stays_whole(x: Tensor) -> str:
+    """Why no block can run in tiles now on this input, or ""."""
     if any(HOOKS_OF_ALL) and (hook := hook_on_every_module()):
         return f"a hook on every module ({hook}) would see tiles"
     if x.is_nested:
