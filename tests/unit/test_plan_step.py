@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -10,6 +12,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
+from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import CONFIG_MAPPING, AutoConfig
@@ -18,6 +21,7 @@ import zoo
 from seqtile.models.layer_fields import first_layers
 from seqtile.ops.lm_loss.kept_tokens import KeptTokens
 from seqtile.options import changed
+from seqtile.planner import fake_step as fake_steps
 from seqtile.planner.extrapolate import fit_lines
 from seqtile.planner.fake_step import build, build_bare, fake_step, real_step
 from seqtile.planner.layer_structure import find_depths
@@ -276,6 +280,31 @@ def test_weights_are_drawn_on_the_device_and_nowhere_else(family: str, lora: Lor
         model = build(config, Setup(lora=lora), "meta").model
     assert made.largest["meta"] >= max(weight.numel() for weight in model.parameters())
     assert made.largest.get("cpu", 0) < zoo.HIDDEN, "only numbers of a configuration"
+
+
+def test_threads_plan_one_after_another_and_leave_pytorch_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step replaces PyTorch's functions, and two that overlapped would put back each other's."""
+    config, how = config_of("llama"), setup(device_type="cuda", attention="flash")
+    expected, original = fake_step(config, how, LENGTH), functional.dropout
+    seen, results, run = list[Any](), list[Any](), fake_steps.tracked_step
+
+    def slow(*args: Any) -> Any:
+        seen.append("begin")
+        time.sleep(0.2)  # long enough for the other thread to get here
+        result = run(*args)
+        seen.append("end")
+        return result
+
+    monkeypatch.setattr(fake_steps, "tracked_step", slow)
+    threads = [
+        threading.Thread(target=lambda: results.append(fake_step(config, how, LENGTH)), daemon=True) for _ in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert seen == ["begin", "end"] * 2 and results == [expected] * 2
+    assert functional.dropout is original
 
 
 @pytest.mark.parametrize(("dropout", "more"), [("resid_pdrop", 4), ("embd_pdrop", 1), ("attn_pdrop", 0)])

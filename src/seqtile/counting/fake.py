@@ -6,6 +6,7 @@ Everything of theirs that is private to PyTorch or Transformers is named in this
 from __future__ import annotations
 
 import importlib
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -31,6 +32,9 @@ from seqtile.counting.watch import Seeing
 PLAIN = (Tensor, nn.Parameter, FakeTensor)
 """Types of tensors that hold nothing but numbers, or pretend to."""
 
+FAKE_RUN = threading.RLock()
+"""Held by the thread that computes on fake tensors: meanwhile functions of Transformers and PyTorch are replaced."""
+
 
 @contextmanager
 def fake_tensors() -> Iterator[Answers]:
@@ -45,12 +49,14 @@ def fake_tensors() -> Iterator[Answers]:
       to drop a layer) is answered with "no".
     * The grouped product of experts knows its fake result in bf16 only; for other types it is worked out from that.
 
+    Another thread that enters waits until this one has left.
+
     What is computed from real tensors alone, such as the grid of a picture's patches, is computed for real.
 
     Counters such as :func:`seqtile.counting.count_live_bytes` go inside this ``with``, which gives the mode that sees
     every operator.
     """
-    with _no_tensor_is_fake(), PlanMode(), Answers() as mode:
+    with FAKE_RUN, _no_tensor_is_fake(), PlanMode(), Answers() as mode:
         yield mode
 
 

@@ -20,7 +20,7 @@ from seqtile._log import log_level
 from seqtile.blocks.instance import logger as block_logger
 from seqtile.checkpointing.policies import standing_checkpointing
 from seqtile.chunks.layer_call import ChunkedCall
-from seqtile.counting.fake import fake_tensors, make_fake
+from seqtile.counting.fake import FAKE_RUN, fake_tensors, make_fake
 from seqtile.install.adapters import ALL_LINEAR, find_unread, leave_out, lora_config, without_adapters
 from seqtile.install.apply import apply, apply_options, undo
 from seqtile.models.causal import causal_model
@@ -202,7 +202,7 @@ def fake_step(
     """One step of ``tokens`` tokens on fake tensors: its shapes only, in a second or so.
 
     With a ``sample`` the model has these layers only. The model is tiled on the meta device, where its structure is
-    proof enough, and then gets fake weights.
+    proof enough, and then gets fake weights. Threads run their steps one after another.
     """
     kinds = step_kinds_of(config, setup)
 
@@ -230,7 +230,8 @@ def fake_step(
 
     for step_kind in kinds:
         step = partial(step_kind.run, step=step)
-    return step(config)
+    with FAKE_RUN:
+        return step(config)
 
 
 def real_step(config: Any, setup: Setup, tokens: int) -> StepRun:
