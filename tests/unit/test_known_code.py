@@ -8,6 +8,7 @@ import logging
 import sys
 import weakref
 from collections.abc import Callable, Iterator
+from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
@@ -395,10 +396,10 @@ def test_a_backward_outside_of_the_forwards_autocast(architecture: str) -> None:
     untiled = under_autocast()
     assert seqtile.apply(model, tile=5).tiled >= 2
     tiled = under_autocast()
-    # A bias of six numbers may be rounded well by chance, so the largest error of a whole tensor counts for each.
-    worst = max((untiled[name] - grad).norm() / grad.norm() for name, grad in exact.items())
+    errors = {name: float((untiled[name] - grad).norm() / grad.norm()) for name, grad in exact.items()}
+    typical = median(errors.values())  # a bias of six numbers may be rounded well by chance
     for name, grad in exact.items():
-        assert (tiled[name] - grad).norm() <= 2 * worst * grad.norm(), name
+        assert (tiled[name] - grad).norm() <= 2 * max(errors[name], typical) * grad.norm(), name
 
 
 def test_weights_of_three_dimensions_do_not_make_experts() -> None:
