@@ -471,7 +471,8 @@ default is announced to change, and warns. PyTorch hands it to its own context o
 def hooks_inside_checkpoints(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> saved_tensors_hooks:
     """Hooks on what autograd saves, but not on what a selective checkpoint around them saves.
 
-    From torch 2.14 on that packs its results with the innermost hooks, other than those marked as a checkpoint's own.
+    From torch 2.14 on, a selective checkpoint packs what it saves with the innermost hooks that are not marked as a
+    checkpoint's own. So these are marked.
     """
     vars(pack)["_checkpoint_internal"] = True
     hooks: type[saved_tensors_hooks] = getattr(_torch_checkpoint, "_checkpoint_internal_hook", saved_tensors_hooks)

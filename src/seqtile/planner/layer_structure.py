@@ -168,7 +168,7 @@ class Depths:
 
 def _ends_of_runs(layers: Sequence[int], policies: Sequence[str | None], policy: str | None) -> list[int]:
     """The first two and the last of some layers in each run of neighbours with ``policy``."""
-    borders = [n for n, policy in enumerate(policies) if not n or policy != policies[n - 1]] + [len(policies)]
+    borders = [n for n in range(len(policies)) if not n or policies[n] != policies[n - 1]] + [len(policies)]
     runs = [[n for n in layers if begin <= n < end] for begin, end in pairwise(borders) if policies[begin] == policy]
     return [number for run in runs if run for number in {*run[:2], run[-1]}]
 
