@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoConfig
 
+import zoo
 from seqtile.counting import fake_results
 from seqtile.counting.fake import fake_tensors
 from seqtile.planner.fake_step import fake_step
 from seqtile.planner.step_config import Lora, Setup
-from tiny_models import tiny_config
 
-SETUP = Setup(device_type="cuda", attention="flash", lora=Lora(4))
+SETUP = Setup(device_type="cuda", attention="flash")
 
 
 @pytest.fixture(autouse=True)
@@ -25,17 +26,17 @@ def no_results(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("architecture", "options"),
+    ("architecture", "lora", "options"),
     [
-        ("llama", {"blocks": "mlp+norm+projections", "heads": 1}),
-        ("qwen3_moe", {"checkpoint": None}),
+        ("llama", Lora(4), {"blocks": "mlp+norm+projections", "heads": 1}),
+        ("qwen3_moe", None, {"checkpoint": None}),
     ],
 )
 def test_a_step_is_the_same_as_with_pytorchs_results(
-    architecture: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    architecture: str, lora: Lora | None, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = tiny_config(architecture)
-    setup = replace(SETUP, options=replace(SETUP.options, tile=64, loss_tile=64, **options))
+    config = AutoConfig.for_model(architecture, **{**zoo._BASE, **zoo.ARCHITECTURES[architecture]})
+    setup = replace(SETUP, lora=lora, options=replace(SETUP.options, tile=64, loss_tile=64, **options))
     steps = [fake_step(config, setup, 128) for _ in range(2)]
     assert fake_results._results
     monkeypatch.setattr(fake_results.FakeResults, "run", lambda self, func, args, kwargs: func(*args, **kwargs))
