@@ -354,17 +354,20 @@ class Installed(ForwardStandIn):
         if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
             refuse_trace()
         x, keep = tensors[0], self.setting.keep
-        if why := _why_input_stays_whole(x):
-            return self._run_untiled(why, untiled)
+        if any(HOOKS_OF_ALL) and (hook := hook_on_every_module()):
+            return self._run_untiled(f"a hook on every module ({hook}) would see tiles", untiled)
+        if x.is_nested:
+            return self._run_untiled("its input is a nested tensor, which cannot be cut into tiles", untiled)
+        if transform_level() is not None or in_forward_mode():
+            return self._run_untiled("torch.func transforms and forward-mode derivatives do not support tiles", untiled)
         verdict, weights = self.verdict(chain, mode or mode_of(tensors))
         if verdict.refusal:
             return self._run_untiled(verdict.refusal, untiled)
         operands = verdict.operands(weights, self.setting, x, lanes, computed, self.fuses_norms)
         if operands.not_fused and self.falls_back and self.is_news(operands.not_fused):
             logger.warning("%s switched to the generic operator: %s", self.title, operands.not_fused)
-        tokens = x.shape[:-1].numel()
         fused, chunk = operands.fused, _thread.chunk
-        sizes = self._tile_sizes(operands, tokens, chunk)
+        sizes = self._tile_sizes(operands, x.shape[:-1].numel(), chunk)
         if not sizes:
             return untiled()
         if fused is None or self.plainly is not None:
@@ -373,12 +376,11 @@ class Installed(ForwardStandIn):
         if isinstance(fused, RowWise):
             assert verdict.proof.graph is not None
             return fused_norm(x, fused, verdict.proof.graph.outputs[2][2], sizes)
-        dense = operands.dense_bytes
-        holds_dense = not dense or keep.holds_dense(dense)
+        holds_dense = not operands.dense_bytes or keep.holds_dense(operands.dense_bytes)
         if chunk == "followed":
             self.fused = True
             return fused_mlp(x, fused, sizes, keep=1.0, holds_dense=holds_dense, under_checkpoint=True)
-        kept_share = keep.share(sizes, operands.shape, dense) if keep.value else 0.0
+        kept_share = keep.share(sizes, operands.shape, operands.dense_bytes) if keep.value else 0.0
         self.fused, self.kept = True, self.kept or kept_share * len(sizes) >= 1
         return fused_mlp(x, fused, sizes, keep=kept_share, holds_dense=holds_dense)
 
@@ -607,17 +609,6 @@ _NO_SOURCE = (
 
 _AXES: dict[int, tuple[str, ...]] = {2: ("bs",), 3: ("b", "s"), 4: ("b", "m", "s")}
 """The token axes in each leading dimension, by dimensions; a trace distinguishes three at most."""
-
-
-def _why_input_stays_whole(x: Tensor) -> str:
-    """Why no block can run in tiles now on this input, or ""."""
-    if any(HOOKS_OF_ALL) and (hook := hook_on_every_module()):
-        return f"a hook on every module ({hook}) would see tiles"
-    if x.is_nested:
-        return "its input is a nested tensor, which cannot be cut into tiles"
-    if transform_level() is not None or in_forward_mode():
-        return "torch.func transforms and forward-mode derivatives do not support tiles"
-    return ""
 
 
 def mode_of(tensors: Sequence[Tensor], constants: Sequence[Tensor] = ()) -> Mode:

@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Sequence
 from functools import partial
 from itertools import chain as chained
-from itertools import repeat, starmap, zip_longest
+from itertools import filterfalse, repeat, starmap, zip_longest
 from operator import attrgetter, call, is_, itemgetter
 from types import MethodType
 from typing import Any
@@ -28,6 +28,7 @@ INTERNAL = frozenset(vars(nn.Module()))
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 _KIND = attrgetter("dtype", "requires_grad")
+_IS_NONE = partial(is_, None)
 
 
 def parts_of(modules: Sequence[nn.Module]) -> list[nn.Module]:
@@ -72,7 +73,7 @@ class Snapshot:
 
     def tensors(self) -> list[Tensor]:
         """The parameters and buffers, as they are now."""
-        return [tensor for tensor in chained(*map(call, self._tensors)) if tensor is not None]
+        return list(filterfalse(_IS_NONE, chained(*map(call, self._tensors))))
 
     def holds(self, tensors: list[Tensor] | None = None) -> bool:
         """Whether all of them are what they were.
@@ -81,7 +82,7 @@ class Snapshot:
             tensors: what :meth:`tensors` has just returned, if it was called.
 
         Cost:
-            Four Python calls and some 10 µs for an MLP with its norm.
+            Three Python calls and some 10 µs for an MLP with its norm.
         """
         try:
             return (
