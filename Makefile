@@ -20,7 +20,7 @@ JOBS ?= $(shell $(PYTHON) -c 'import os; print(min(4, os.cpu_count() or 2))')
 
 # Tests of one process run side by side, a file in one worker; what starts several processes or takes many gigabytes has
 # the machine to itself. A worker that is killed (memory) ends the run: another in its place would meet the same.
-SIDE_BY_SIDE = -n $(JOBS) --dist loadfile --max-worker-restart 0
+SIDE_BY_SIDE = -n $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 # $(1) the environment, $(2) pytest's arguments. What did not pass beside all the others (or did not run, after a killed
 # worker) runs once more without them: it has to pass then, and both runs are printed.

@@ -211,8 +211,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--write-times", action="store_true", help="write tests/times.txt from this run")
 
 
+BEGIN_FIRST = ("test_train_demo.py", "test_bench.py", "test_released_sizes.py")
+"""Files with tests of minutes: a worker that begins one last lets the others wait."""
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark what starts several processes; skip what needs an accelerator where there is none, and say so."""
+    items.sort(key=lambda item: item.path.name not in BEGIN_FIRST)
     for item in items:
         if Path(__file__).parent / "distributed" in item.path.parents:
             item.add_marker(pytest.mark.distributed)

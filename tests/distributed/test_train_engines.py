@@ -98,7 +98,7 @@ def assert_equals_one_process(folder: Path, output: Path, steps: int, rows: int,
     moved = max(change.abs().max() for change in changes)
     for name, tensor in trained.items():
         torch.testing.assert_close(
-            tensor, expected[name], rtol=0, atol=float(moved) * 1e-3, msg=lambda m, n=name: n + m
+            tensor, expected[name], rtol=0, atol=float(moved) * 3e-3, msg=lambda m, n=name: n + m
         )
 
 
