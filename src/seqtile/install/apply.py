@@ -115,9 +115,9 @@ def apply(
             and keys, values and states of its layers; one chunk's activations in all of them are alive in its
             backward. Needs ``chunk``; acts as 1 under engines that free a layer's weights (FSDP, ZeRO-3).
         vision: frames (two of a video count as one where the tower joins them) or pictures per group of the vision
-            tower: what the model computes from pixels to image tokens runs on one group after another, each recomputed
-            in backward; of a frozen tower only the features are kept. ``"auto"``: as many as have 2,048 patches, at
-            least one; None: the tower runs whole. A trial at the first call decides whether frames, or whole videos,
+            tower, which runs from pixels to image tokens on one group after another, each recomputed in backward; of a
+            frozen tower only the features are kept. ``"auto"``: as many as have 2,048 patches, at least one; None: the
+            tower runs whole. A trial at the first call decides whether frames, or whole videos,
             see each other; a warning names a tower that runs whole.
 
     Returns:
