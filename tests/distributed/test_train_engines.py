@@ -93,13 +93,11 @@ def assert_equals_one_process(folder: Path, output: Path, steps: int, rows: int,
     trained = weights(output)
     assert trained.keys() == expected.keys()
     start = weights(folder / "model")
-    changes = [expected[name] - start[name] for name in start if name in expected]
-    changes += [tensor for name, tensor in expected.items() if "lora_B" in name]  # which starts at zero
-    moved = max(change.abs().max() for change in changes)
     for name, tensor in trained.items():
-        torch.testing.assert_close(
-            tensor, expected[name], rtol=0, atol=float(moved) * 3e-3, msg=lambda m, n=name: n + m
-        )
+        change = expected[name] - start[name] if name in start else expected[name]
+        error = tensor - expected[name]
+        # By norm: where a gradient is near zero, Adam makes a whole step of its rounding, in one number of thousands.
+        assert error.norm() <= 1e-3 * change.norm(), (name, float(error.norm() / change.norm()))
 
 
 @pytest.mark.timeout(SECONDS)
