@@ -234,21 +234,18 @@ def plan_ladder(arguments: argparse.Namespace) -> list[Row]:
     from seqtile.cli.plan_command import host_bytes, parse_adapters, refuse_unreachable
     from seqtile.models.configs import read_config
     from seqtile.planner.accelerators import find_device
-    from seqtile.planner.names import SCANS, check_names, split_offload
+    from seqtile.planner.names import check_names, split_offload
 
     logging.getLogger("transformers").setLevel(logging.ERROR)
     on_host, engine_offload = split_offload(arguments.offload, arguments.engine)
-    check_names(
-        engine=arguments.engine, attention=Request.attention, precision=Request.precision, optimizer=Request.optimizer,
-        engine_offload=engine_offload, gpus=arguments.gpus, sp_size=arguments.sp_size, batch=1, accumulation=1, nodes=1,
-        scans=SCANS[0],
-    )  # fmt: skip
+    named = {name: getattr(arguments, name) for name in ("engine", "gpus", "sp_size")}
+    named["engine_offload"] = engine_offload
+    check_names({**vars(Request), **named})
     refuse_unreachable(arguments.model)
     request = Request(
         model=arguments.model, config=read_config(arguments.model), device=find_device(arguments.device),
-        gpus=arguments.gpus, host_memory=host_bytes(arguments.host_memory), engine=arguments.engine,
-        sp_size=arguments.sp_size, lora=parse_adapters(arguments.lora) if arguments.lora else None,
-        engine_offload=engine_offload, options=replace(Request.options, offload=on_host),
+        host_memory=host_bytes(arguments.host_memory), lora=parse_adapters(arguments.lora) if arguments.lora else None,
+        options=replace(Request.options, offload=on_host), **named,
     )  # fmt: skip
     now = stamp(environment())
     file = arguments.out / f"ladder-{datetime.now(UTC):%Y%m%d-%H%M%S}.jsonl"

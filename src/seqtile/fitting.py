@@ -134,7 +134,7 @@ def fit(
         raise UserError(f"fit: {sentence}")
     choice = choose_for(
         model, TilingOptions(**settings), given=settings, max_length=max_length, device=device, optimizer=optimizer,
-        engine=engine, sp_size=sp_size, cp_size=cp_size, lora=lora, batch_size=batch_size, autocast=autocast,
+        engine=engine, sp_size=sp_size, cp_size=cp_size, lora=lora, batch=batch_size, autocast=autocast,
         accumulation=gradient_accumulation, media=media_of(images, image_size, frames, frame_size),
     )  # fmt: skip
     return apply_choice(model, choice)
@@ -341,18 +341,18 @@ def _what_helps(error: DoesNotFit) -> str:
 
 
 def describe(
-    model: nn.Module, options: TilingOptions, *, device: str | torch.device | None = None, optimizer: str = "adamw",
-    engine: str | None = None, sp_size: int = 1, cp_size: int = 1, lora: Any = None, batch_size: int = 1,
-    autocast: bool = True, accumulation: int = 1, media: Mapping[str, Any] | None = None,
-    step: TrainerStep | None = None,
+    model: nn.Module, options: TilingOptions, *, device: str | torch.device | None = None, engine: str | None = None,
+    lora: Any = None, autocast: bool = True, media: Mapping[str, Any] | None = None, step: TrainerStep | None = None,
+    **fields: Any,
 ) -> tuple[Request, list[str]]:  # fmt: skip
     """Build the plan's request for a live model, and notes where the plan deviates from it; refuse other models.
 
     Args:
-        model, device, optimizer, engine, sp_size, cp_size, lora, batch_size, autocast: of :func:`fit`.
-        accumulation: micro-batches whose gradients one update sums.
+        model, device, engine, lora, autocast: of :func:`fit`.
         media: pictures of each row, as :func:`seqtile.planner.pictures.read_pictures` takes them.
         step: what a trainer does beside a supervised step; None is nothing.
+        **fields: of the request: ``optimizer`` (which may have the trainer's name), ``sp_size``, ``cp_size``, ``batch``
+            (rows of the trainer) and ``accumulation``.
     """
     causal = causal_model(model)
     config, step = _config_and_step(causal, step)
@@ -370,13 +370,15 @@ def describe(
     processes = 1 if engine == "single" else world_size
     on_this_host = int(os.environ.get("LOCAL_WORLD_SIZE", str(processes))) if processes > 1 else 1
     planned_device, planned_type = find_planned_device(model, device, on_this_host)
-    optimizer = planned_optimizer(optimizer)
+    fields["optimizer"] = planned_optimizer(fields.get("optimizer", Request.optimizer))
+    fields["batch"] = fields.get("batch", Request.batch) * (step.rows if step else 1)
     # Without adapters in it yet, all of the model will be frozen.
     frozen = [weight for weight in parameters if lora is not None or not weight.requires_grad]
     dtype = _most_common_dtype(parameters if adapters is None else frozen)
     precision = planned_precision(dtype, planned_type, adapters is not None, four_bit, autocast)
     if adapters is not None:
-        reserved = _fully_trained_bytes(model, lora, optimizer)  # PEFT's modules_to_save, which no plan includes
+        # PEFT's modules_to_save, which no plan includes
+        reserved = _fully_trained_bytes(model, lora, fields["optimizer"])
         if precision != "float32":  # k-bit training's fp32 norms and embeddings
             reserved += sum(2 * weight.numel() for weight in frozen if weight.dtype == torch.float32)
         if reserved:
@@ -391,12 +393,10 @@ def describe(
             notes.append("not included: the [tokens, tokens] mask that sdpa attention builds for padded rows")
     request = Request(
         model=model_name, config=config, device=planned_device, gpus=processes, nodes=max(1, processes // on_this_host),
-        engine=engine, sp_size=sp_size, cp_size=cp_size, lora=adapters, qlora=four_bit, experts_packed=experts_packed,
-        optimizer=optimizer, accumulation=accumulation, grpo=step.grpo if step else None, trainer=step,
-        options=planned_options(options), batch=batch_size * (step.rows if step else 1), scans="installed",
-        precision=precision, attention=attention, device_type=planned_type,
-        host_memory=None if planned_type == "cpu" else available_host_bytes() or None,
-        pictures=None if media is None else read_pictures(config, **media),
+        engine=engine, lora=adapters, qlora=four_bit, experts_packed=experts_packed, grpo=step.grpo if step else None,
+        trainer=step, options=planned_options(options), scans="installed", precision=precision, attention=attention,
+        device_type=planned_type, host_memory=None if planned_type == "cpu" else available_host_bytes() or None,
+        pictures=None if media is None else read_pictures(config, **media), **fields,
     )  # fmt: skip
     return request, notes
 

@@ -185,7 +185,7 @@ def chosen_with_adapters(report: seqtile.Report, _cache: list[Choice] = []) -> C
 
 
 def test_a_plan_is_asked_what_the_model_is() -> None:
-    asked, notes = describe(adapted(llama()), TilingOptions(), device="80GiB", optimizer="adamw_bnb_8bit", batch_size=3)
+    asked, notes = describe(adapted(llama()), TilingOptions(), device="80GiB", optimizer="adamw_bnb_8bit", batch=3)
     targets = ("down_proj", "gate_proj", "q_proj", "up_proj", "v_proj")
     assert asked.lora == Lora(4, targets) and not notes
     assert (asked.optimizer, asked.batch, asked.attention, asked.engine) == ("adamw-8bit", 3, "sdpa", "single")

@@ -261,7 +261,7 @@ def test_what_a_preference_trainer_has_beside_its_policy(directory: Path, tmp_pa
     question, step = asked(dpo, directory, tmp_path, gradient_accumulation_steps=4)
     assert (step.reference, step.own_reference, step.margin, question["accumulation"]) == (True, True, 0.0, 4)
     model = load(directory)
-    request, _ = describe(model, TilingOptions(), device="16GiB", step=step, batch_size=3, accumulation=4)
+    request, _ = describe(model, TilingOptions(), device="16GiB", step=step, batch=3, accumulation=4)
     assert (request.batch, request.accumulation, request.device.memory) == (6, 4, 16 * GIB)
     _, step = asked(dpo, directory, tmp_path, adapters=lora())
     assert (step.reference, step.own_reference) == (True, False)

@@ -105,7 +105,7 @@ def last_mlp(model: nn.Module) -> nn.Module:
 def chosen() -> Choice:
     """What ``fit`` chooses, which takes seconds."""
     options = TilingOptions(tile=BLOCK, loss_tile=HEAD)
-    return choose_for(build(), options, given=["keep"], max_length=LENGTH, batch_size=BATCH, device="8GiB")
+    return choose_for(build(), options, given=["keep"], max_length=LENGTH, batch=BATCH, device="8GiB")
 
 
 def axolotl(model: nn.Module) -> None:

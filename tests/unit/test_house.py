@@ -170,6 +170,28 @@ def long_functions(root: Path) -> list[str]:
     ]  # fmt: skip
 
 
+MOST_PARAMETERS = 8
+"""Parameters of a function, without its ``self``."""
+
+STAND_INS = ("planner.scan_kernels",)
+"""Modules whose functions have the signatures of another library's kernels."""
+
+
+def many_parameters(root: Path) -> list[str]:
+    """Functions above :data:`MOST_PARAMETERS`; those of the public API, operators and stand-ins are exempt."""
+    return [
+        f"{name}:{node.lineno} {node.name}"
+        for name, tree in parse_modules(root).items() if not name.startswith(("ops.", *STAND_INS))
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name not in seqtile.__all__
+        and len({each.arg for each in parameters_of(node)} - {"self", "cls"}) > MOST_PARAMETERS
+    ]  # fmt: skip
+
+
+def parameters_of(node: ast.FunctionDef | ast.AsyncFunctionDef) -> list[ast.arg]:
+    return [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+
+
 PRIVATE = re.compile(r"_[A-Za-z]\w*")
 PUBLIC = {
     "_exit", "_getframe", "_fields", "_replace", "_asdict", "_make",
@@ -239,13 +261,14 @@ def _is_self(node: ast.expr) -> bool:
 
 CHECKS: dict[Callable[[Path], list[str]], str] = {
     upward_imports: "def late():\n    from ..install import apply\n",
-    circles: "def late():\n    from seqtile.ops import worse\n",
+    circles: "def late():\n    from seqtile.blocks import worse\n",
     shared_names: "def _helper(): ...\n",
     prints: "print('hello')\n",
+    many_parameters: "def late(a, b, c, d, e, f, g, h, i): ...\n",
     long_functions: "def late():\n" + "    pass\n" * LONGEST,
     private_names: "x = getattr(weight, '_hp_mapping', None)\n",
 }
-"""Each check, and a module ``seqtile.ops.bad`` that it must catch beside ``seqtile.ops.worse``, which imports it."""
+"""Each check, and a module ``seqtile.blocks.bad`` that it must catch, which ``seqtile.blocks.worse`` imports."""
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
@@ -255,10 +278,10 @@ def test_the_source_has_no(check: Callable[[Path], list[str]]) -> None:
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_the_check_catches(check: Callable[[Path], list[str]], tmp_path: Path) -> None:
-    (tmp_path / "ops").mkdir()
-    (tmp_path / "ops" / "__init__.py").touch()
-    (tmp_path / "ops" / "bad.py").write_text(CHECKS[check], encoding="utf-8")
-    (tmp_path / "ops" / "worse.py").write_text("from seqtile.ops.bad import x\n\ndef _helper(): ...\n")
+    (tmp_path / "blocks").mkdir()
+    (tmp_path / "blocks" / "__init__.py").touch()
+    (tmp_path / "blocks" / "bad.py").write_text(CHECKS[check], encoding="utf-8")
+    (tmp_path / "blocks" / "worse.py").write_text("from seqtile.blocks.bad import x\n\ndef _helper(): ...\n")
     assert len(check(tmp_path)) == 1
 
 

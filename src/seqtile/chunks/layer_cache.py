@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from seqtile._compat import MODULES, OtherAttention, attention_kind
 from seqtile._shallow import view_of
 from seqtile.blocks.instance import Installed
-from seqtile.ops.attention.piece_kernels import default_scale
+from seqtile.ops.attention.piece_kernels import score_arguments
 from seqtile.ops.attention.prefix import GivenMask, KeyValues, Visible, prefix_attention
 from seqtile.ops.attention.segment_tree import SegmentTable, VisibleInTree
 from seqtile.state.state_cache import CarriedState, Key
@@ -124,13 +124,11 @@ def attending(chunk: Attending) -> Iterator[None]:
 
 
 def attend(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *, dropout: float = 0.0,
-    scaling: float | None = None, sliding_window: int | None = None, softcap: float | None = None,
-    s_aux: Tensor | None = None, is_causal: bool | None = None, **kwargs: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
+) -> tuple[Tensor, None]:
     """Transformers' attention function inside a chunk: ``[B, H, t, E]`` in, ``[B, t, H, V]`` out."""
     chunk: Attending = _in_chunk.chunk
-    if dropout:
+    if kwargs.get("dropout"):
         raise NotChunkedError("attention dropout is on, and attention in chunks has none")
     if query.shape[2] != key.shape[2]:
         raise NotChunkedError("its attention has more keys than queries")
@@ -142,6 +140,7 @@ def attend(
         segments.attended.add((True, module.layer_idx))
     else:
         raise NotChunkedError("its attention has a mask of its own")
+    is_causal = kwargs.get("is_causal")
     if mask is None and not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         raise NotChunkedError("its attention is not causal")
     if kwargs.get("position_bias") is not None:
@@ -156,21 +155,19 @@ def attend(
     if chunk.keys_only:
         store.write(chunk.start, key, value)
         raise KeysStored
-    replaced = module.config.replaced  # type: ignore[union-attr]
+    replaced: Any = module.config.replaced  # type: ignore[union-attr]
     if replaced == "eager" and mask is None and segments is None:
         raise NotChunkedError("its eager attention has no mask, so it is not causal")
-    if replaced == "sdpa":  # which takes windows from its mask, and ignores a soft cap and sinks
-        softcap = s_aux = None
     visible: Visible
+    window = kwargs.get("sliding_window")
     if segments is None:
-        window = sliding_window if mask is None and replaced != "sdpa" else None
+        if mask is not None or replaced == "sdpa":  # a mask has the window, and sdpa takes it from there alone
+            window = None
         visible = Visible(chunk.begin, chunk.start, chunk.end, window, mask, padding)
     else:
-        visible = VisibleInTree(0, chunk.start, chunk.end, sliding_window, segments=segments)
-    scale = default_scale(query.shape[-1]) if scaling is None else scaling
-    output = prefix_attention(
-        query, key, value, store, visible, scale=float(scale), softcap=softcap or 0.0, sinks=s_aux
-    )
+        visible = VisibleInTree(0, chunk.start, chunk.end, window, segments=segments)
+    arguments = score_arguments(kwargs, query.shape[-1], replaced)
+    output = prefix_attention(query, key, value, store, visible, **arguments)
     return output.transpose(1, 2), None
 
 

@@ -165,7 +165,7 @@ def _checked_settings(flags: PlanFlags, policy: dict[str, Any] | None) -> dict[s
         "precision": flags.dtype, "batch": flags.batch_size, "accumulation": accumulation,
         "engine_offload": engine_offload,
     }  # fmt: skip
-    check_names(**named, max_length=flags.max_length)
+    check_names(named, flags.max_length)
     return {
         **named, "options": replace(options, offload=offload), "device": find_device(flags.device),
         "host_memory": host_bytes(flags.host_memory), "liger": flags.liger, "qlora": flags.qlora,

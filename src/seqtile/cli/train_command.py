@@ -216,8 +216,7 @@ def recipe_options(flags: Mapping[str, Any]) -> dict[str, Any]:
 def run(recipe: Recipe, **how: Any) -> None:
     """Train in this process, alone or as one of several that a launcher started, and show what comes of it.
 
-    ``how`` is what :func:`seqtile.train.run.train` takes: ``resume``, ``resume_from``, ``overwrite``, ``retries``
-    and ``trust_checkpoint`` or ``checked``.
+    ``how`` is what :func:`seqtile.train.run.train` takes besides.
     """
     from seqtile.cli import show
     from seqtile.train.ranks import is_first

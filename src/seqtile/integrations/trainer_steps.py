@@ -60,7 +60,7 @@ def question_of(trainer: Trainer) -> dict[str, Any]:
     return {
         "engine": engine, "sp_size": getattr(parallelism, "sp_size", 1), "cp_size": getattr(parallelism, "cp_size", 1),
         "optimizer": planned_optimizer(str(getattr(args.optim, "value", args.optim)), args.optim_args),
-        "batch_size": args.per_device_train_batch_size, "recomputes": args.gradient_checkpointing,
+        "batch": args.per_device_train_batch_size, "recomputes": args.gradient_checkpointing,
         "accumulation": accumulation, "autocast": args.bf16 or args.fp16, "step": step,
     }  # fmt: skip
 

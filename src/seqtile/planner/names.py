@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
+from typing import Any
 
 from seqtile._errors import UserError
 from seqtile.options import offload_of
@@ -48,28 +49,38 @@ def split_offload(words: str, engine: str) -> tuple[bool | str, tuple[str, ...]]
     return offload_of(sizes[0] if sizes else bool(checkpoints), weights), engine_offload
 
 
-def check_names(
-    *, engine: str, attention: str, precision: str, optimizer: str, engine_offload: Iterable[str], gpus: int,
-    sp_size: int, batch: int, accumulation: int, nodes: int, scans: str, cp_size: int = 1,
-    max_length: int | None = None,
-) -> None:  # fmt: skip
+KNOWN_NAMES = {
+    "engine": ENGINES, "attention": ATTENTIONS, "precision": PRECISIONS, "optimizer": (*STATE_BYTES,), "scans": SCANS,
+}  # fmt: skip
+"""Fields of a request that hold one of several names."""
+
+POSITIVE_FIELDS = ("gpus", "sp_size", "batch", "accumulation", "nodes", "cp_size")
+"""Fields of a request that hold a number of at least 1."""
+
+FLAG_NAMES = {
+    "precision": "dtype", "sp_size": "sp-size", "cp_size": "cp-size", "batch": "batch size",
+    "accumulation": "gradient-accumulation",
+}  # fmt: skip
+"""How a user writes the fields that have another name in a request."""
+
+
+def check_names(fields: Mapping[str, Any], max_length: int | None = None) -> None:
     """Refuse an unknown name, a number below 1, and ranks that exclude each other.
+
+    Args:
+        fields: those of a :class:`seqtile.planner.request.Request`, by name.
+        max_length: tokens of a sequence; None does not check them.
 
     Raises:
         UserError: with the valid names.
     """
-    for name, value, names_known in (
-        ("engine", engine, ENGINES), ("attention", attention, ATTENTIONS), ("dtype", precision, PRECISIONS),
-        ("optimizer", optimizer, tuple(STATE_BYTES)), ("scans", scans, SCANS),
-    ):  # fmt: skip
-        if value not in names_known:
-            raise UserError(f"got {name} {value!r}, expected one of {', '.join(names_known)}")
-    numbers = (("gpus", gpus), ("sp-size", sp_size), ("batch size", batch), ("gradient-accumulation", accumulation),
-               ("nodes", nodes), ("cp-size", cp_size))  # fmt: skip
-    for name, number in numbers:
-        if number < 1:
-            raise UserError(f"got {name} {number}, expected at least 1")
-    check_combination(Combination(
-        engine=engine, processes=gpus, nodes=nodes, sp_size=sp_size, cp_size=cp_size,
-        engine_offload=tuple(engine_offload), attention=attention, max_length=max_length,
-    ))  # fmt: skip
+    for name in (*KNOWN_NAMES, *POSITIVE_FIELDS):
+        value, word = fields[name], FLAG_NAMES.get(name, name)
+        if name in KNOWN_NAMES and value not in KNOWN_NAMES[name]:
+            raise UserError(f"got {word} {value!r}, expected one of {', '.join(KNOWN_NAMES[name])}")
+        if name in POSITIVE_FIELDS and value < 1:
+            raise UserError(f"got {word} {value}, expected at least 1")
+    same = ("engine", "nodes", "sp_size", "cp_size", "engine_offload", "attention")
+    check_combination(
+        Combination(processes=fields["gpus"], max_length=max_length, **{name: fields[name] for name in same})
+    )

@@ -188,11 +188,7 @@ def check_request(request: Request, max_length: int | None) -> None:
         UserError: with what to do instead.
     """
     options = request.options
-    check_names(
-        engine=request.engine, attention=request.attention, precision=request.precision, optimizer=request.optimizer,
-        engine_offload=request.engine_offload, gpus=request.gpus, sp_size=request.sp_size, batch=request.batch,
-        accumulation=request.accumulation, nodes=request.nodes, scans=request.scans, cp_size=request.cp_size,
-    )  # fmt: skip
+    check_names(vars(request))
     check_keep(options)
     if request.qlora and request.lora is None:
         raise UserError("qlora needs the rank of the adapters; add lora, such as --lora r=16")

@@ -22,7 +22,7 @@ from seqtile._compat import HOOK_CONTAINERS, HOOKS, OtherAttention, attention_ki
 from seqtile._errors import UserError
 from seqtile._stand_in import ForwardStandIn
 from seqtile.blocks.instance import installed_forwards
-from seqtile.ops.attention.piece_kernels import default_scale
+from seqtile.ops.attention.piece_kernels import score_arguments
 from seqtile.ops.attention.segment_tree import ARGUMENT, SegmentTable, tree_attention
 from seqtile.recognise.decoder_layers import ATTENTION_MIXER, decoder_layers
 from seqtile.recognise.known_code import is_known
@@ -245,23 +245,15 @@ def _why_not_shared(model: nn.Module, module: nn.Module, has_state: bool, proofs
 
 
 def attend_tree(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *, dropout: float = 0.0,
-    scaling: float | None = None, sliding_window: int | None = None, softcap: float | None = None,
-    s_aux: Tensor | None = None, is_causal: bool | None = None, shared_prompts: SegmentTable | None = None,
-    **kwargs: Any,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *,
+    shared_prompts: SegmentTable | None = None, **kwargs: Any,
 ) -> tuple[Tensor, Any]:  # fmt: skip
     """Transformers' attention function: ``[1, H, T, E]`` in, ``[1, T, H, V]`` out; without segments the model's own."""
     replaced: Any = module.config.replaced  # type: ignore[union-attr]
     if shared_prompts is None:
-        given = {
-            "sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux, "is_causal": is_causal,
-        }  # fmt: skip
-        kwargs |= {name: setting for name, setting in given.items() if setting is not None}
-        return _attend_as_before(
-            module, query, key, value, attention_mask, replaced, dropout=dropout, scaling=scaling, **kwargs
-        )
-    why = ""
-    if dropout:
+        return _attend_as_before(module, query, key, value, attention_mask, replaced, **kwargs)
+    why, is_causal = "", kwargs.get("is_causal")
+    if kwargs.get("dropout"):
         why = "attention dropout is on"
     elif not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         why = "its attention is not causal"
@@ -274,14 +266,12 @@ def attend_tree(
         why = f"got {shapes}, expected one row of {shared_prompts.tokens} tokens"
     if why:
         raise UserError(f"shared prompts: {type(module).__name__}: {why}")
-    if replaced == "sdpa":  # which ignores both
-        softcap = s_aux = None
     device = query.device.type
     if torch.is_autocast_enabled(device):
         query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
     output = tree_attention(
-        query, key, value, shared_prompts, scale=float(default_scale(query.shape[-1]) if scaling is None else scaling),
-        window=sliding_window, softcap=softcap or 0.0, sinks=s_aux,
+        query, key, value, shared_prompts, window=kwargs.get("sliding_window"),
+        **score_arguments(kwargs, query.shape[-1], replaced),
     )  # fmt: skip
     shared_prompts.attended.add((True, module.layer_idx))
     return output.transpose(1, 2), None

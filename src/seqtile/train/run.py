@@ -33,13 +33,11 @@ def train(
     recipe: Recipe,
     *,
     resume: bool = False,
-    resume_from: str | None = None,
     overwrite: bool = False,
     callbacks: Sequence[TrainerCallback] = (),
     display: Display | None = None,
     retries: Sequence[dict[str, Any]] = (),
-    trust_checkpoint: bool = False,
-    checked: bool = False,
+    **how: Any,
 ) -> Outcome:
     """Train a recipe's model and save it.
 
@@ -50,13 +48,11 @@ def train(
         recipe: the run's settings.
         resume: continue the run in ``recipe.output`` from its newest whole checkpoint, to the losses that it would
             have had without the interruption; from the first step if nothing of it was saved.
-        resume_from: with ``resume``, the name of another checkpoint there, marked whole or not.
         overwrite: replace an earlier run in ``recipe.output``.
         callbacks: the trainer's, beside the run's own.
         display: shows the current stage, and the steps.
         retries: the settings that the launching command changed after each earlier out-of-memory.
-        trust_checkpoint: with ``resume``, let the checkpoint's pickles call any function.
-        checked: with ``resume_from``, the launching command has read that checkpoint to its end.
+        **how: with ``resume``, how :func:`locate` finds the checkpoint.
 
     Raises:
         UserError: bad input, in one sentence.
@@ -69,8 +65,7 @@ def train(
     recipe = resolve(join_launch(recipe))
     if recipe.engine.startswith("zero") and is_first():
         check_build_locks()
-    trust = {"trust_checkpoint": trust_checkpoint, "checked": checked}
-    recipe, start = locate(recipe, resume=resume, resume_from=resume_from, overwrite=overwrite, **trust)
+    recipe, start = locate(recipe, resume=resume, overwrite=overwrite, **how)
     recipe = fitted(recipe, start, logger.info)
     return _train_with_retries(recipe, start, resume, overwrite, callbacks, retries, display)
 
@@ -204,14 +199,22 @@ def locate(
     recipe: Recipe,
     *,
     resume: bool,
-    resume_from: str | None,
     overwrite: bool,
+    resume_from: str | None = None,
     trust_checkpoint: bool = False,
     checked: bool = False,
 ) -> tuple[Recipe, Path | None]:
     """``recipe`` with the directory of its result, and the checkpoint to continue from; writes nothing.
 
     Of several processes only the first one tries the directory, or each would find what the others leave there.
+
+    Args:
+        recipe: the run's settings.
+        resume: continue the run in ``recipe.output``.
+        overwrite: replace an earlier run there.
+        resume_from: with ``resume``, the name of another checkpoint than the newest, marked whole or not.
+        trust_checkpoint: with ``resume``, let the checkpoint's pickles call any function.
+        checked: with ``resume_from``, the launching command has read that checkpoint to its end.
 
     Raises:
         UserError: the directory does not fit what is to be done.

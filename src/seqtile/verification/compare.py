@@ -26,6 +26,11 @@ from seqtile.verification.state import (
     without_tiling,
 )
 
+Truth = tuple[Mapping[str, Tensor | None], str | None]
+"""Gradients in higher precision, by parameter, and their dtype."""
+
+NO_TRUTH: Truth = ({}, None)
+
 NON_REENTRANT = "the untiled run used non-reentrant checkpoints, the tiled one the model's reentrant ones"
 
 
@@ -84,7 +89,7 @@ def verify(
         model.train()
         candidates = find_blocks(model, everything=True)[0]
         with non_reentrant(model) as was_reentrant:  # reentrant ones can lose gradients, so they are no reference
-            truth, precision = (None, None) if reference is None else truth_of(model, batch, loss_fn, seed, notes)
+            truth = NO_TRUTH if reference is None else truth_of(model, batch, loss_fn, seed, notes)
             untiled = Measured(model, batch, loss_fn, seed)
         if was_reentrant:
             notes.append(NON_REENTRANT)
@@ -103,7 +108,7 @@ def verify(
                 with without_recompute(model):
                     dropping = Measured(model, batch, loss_fn, seed, dropout=True), again
         sizes = BlockSizes(model, blocks, candidates)
-    return judged(model, untiled, tiled, dropping, truth, precision, sizes, len(blocks), notes)
+    return judged(model, untiled, tiled, dropping, truth, sizes, len(blocks), notes)
 
 
 def judged(
@@ -111,8 +116,7 @@ def judged(
     untiled: Measured,
     tiled: Measured,
     dropping: tuple[Measured, Measured] | None,
-    truth: dict[str, Tensor | None] | None,
-    precision: str | None,
+    truth: Truth,
     sizes: BlockSizes,
     blocks: int,
     notes: list[str],
@@ -123,18 +127,17 @@ def judged(
         model: for the dtypes of its parameters.
         untiled, tiled: the runs to compare, dropout off.
         dropping: with dropout on, the plain tiles and the tiled run; None where there is no dropout.
-        truth: gradients in higher precision, or None.
-        precision: their dtype.
+        truth: gradients in higher precision and their dtype.
         sizes: of the blocks.
         blocks: how many were tiled.
         notes: what is known so far.
     """
-    if truth is not None and untiled.drew_random_numbers:
-        truth, precision = None, None  # other dtypes draw other numbers, so the copy is no reference
+    # Other dtypes draw other random numbers, so the copy is no reference.
+    true_gradients, precision = NO_TRUTH if untiled.drew_random_numbers else truth
     notes = [*notes, *_notes(untiled, tiled, sizes)]
     dtypes = {name: weight.dtype for name, weight in model.named_parameters()}
     differences = [
-        difference(name, untiled.gradients.get(name), tiled.gradients.get(name), (truth or {}).get(name), dtype)
+        difference(name, untiled.gradients.get(name), tiled.gradients.get(name), true_gradients.get(name), dtype)
         for name in {**untiled.gradients, **tiled.gradients}
         for dtype in (dtypes.get(name, torch.float32),)
     ]
@@ -158,10 +161,8 @@ def judged(
     )
 
 
-def truth_of(
-    model: nn.Module, batch: Any, loss_fn: Loss | None, seed: int, notes: list[str]
-) -> tuple[dict[str, Tensor | None] | None, str | None]:
-    """Gradients of an untiled copy in the next higher precision and its name, or None with a note if it cannot run."""
+def truth_of(model: nn.Module, batch: Any, loss_fn: Loss | None, seed: int, notes: list[str]) -> Truth:
+    """Gradients of an untiled copy in the next higher precision and its name; none, and a note, if it cannot run."""
     lowest = min(weight.element_size() for weight in model.parameters() if weight.is_floating_point())
     dtype = torch.float32 if lowest < 4 else torch.float64
     name = str(dtype).removeprefix("torch.")
@@ -176,7 +177,7 @@ def truth_of(
         # Quantised weights do not cast, attention kernels may not take the dtype, a copy may not fit into memory.
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         notes.append(f"no reference in {name} ({reason}); judged by PyTorch's default tolerances")
-        return None, None
+        return NO_TRUTH
 
 
 def _with_dropout(

@@ -13,7 +13,7 @@ from seqtile._errors import UserError, expect_module
 from seqtile.ops.lm_loss.kept_tokens import IGNORED
 from seqtile.shared_prompts.model import share_prompts, shares_prompts
 from seqtile.shared_prompts.rows import tree_row
-from seqtile.verification.compare import truth_of
+from seqtile.verification.compare import NO_TRUTH, truth_of
 from seqtile.verification.judge import difference, groups, severity
 from seqtile.verification.one_step import BlockSizes, Measured
 from seqtile.verification.result import VerifyResult
@@ -77,7 +77,7 @@ def verify_shared_prompts(
     standing = shares_prompts(model)
     with kept(model, seed), Watched.pause():
         model.train()
-        truth, precision = (None, None) if reference is None else truth_of(model, {}, apart, seed, notes)
+        truth, precision = NO_TRUTH if reference is None else truth_of(model, {}, apart, seed, notes)
         expected = Measured(model, {}, apart, seed)
         shared = None if standing else share_prompts(model)
         try:
@@ -88,7 +88,7 @@ def verify_shared_prompts(
     dtypes = {name: weight.dtype for name, weight in model.named_parameters()}
     differences = tuple(
         difference(
-            name, expected.gradients.get(name), got.gradients.get(name), (truth or {}).get(name),
+            name, expected.gradients.get(name), got.gradients.get(name), truth.get(name),
             dtypes.get(name, torch.float32),
         )
         for name in {**expected.gradients, **got.gradients}

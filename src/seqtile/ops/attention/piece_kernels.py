@@ -10,7 +10,8 @@ float64). Here K divides H, and v may be narrower than k.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -221,6 +222,10 @@ class CuDnn(Plain):
         return gradients
 
 
-def default_scale(width: int) -> float:
-    """The scale of scores where the caller gives none."""
-    return 1 / math.sqrt(width)
+def score_arguments(kwargs: Mapping[str, Any], width: int, implementation: str) -> dict[str, Any]:
+    """Scale, soft cap and sinks among the arguments of a call of one of Transformers' attention functions."""
+    scaling = kwargs.get("scaling")
+    if implementation == "sdpa":  # ignores soft caps and sinks
+        kwargs = {}
+    scale = 1 / math.sqrt(width) if scaling is None else float(scaling)
+    return {"scale": scale, "softcap": kwargs.get("softcap") or 0.0, "sinks": kwargs.get("s_aux")}
