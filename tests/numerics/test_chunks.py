@@ -373,7 +373,7 @@ def parked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     def counted(memory: HostMemory, tensor: Tensor) -> Any:
         moved.append((memory.layer, tensor.nbytes))
         result = park(memory, tensor)
-        if tensor.dim() == 4:  # keys and values, which the node owns
+        if tensor.dim() == 4 and tensor.shape[2] == 150:  # keys and values, which the node owns
             tensor.detach().fill_(torch.nan)
         return result
 
@@ -388,9 +388,16 @@ def build_for_host(family: str, segment: int, dtype: torch.dtype = torch.float32
     return model
 
 
+STATE_BYTES = {
+    "qwen3_5_text": (6 * 8 * 12 + (2 * 3 * 8 + 6 * 12) * 4) * 4,  # of the delta rule, and of the convolution
+    "falcon_h1": (6 * 8 * 10 + (48 + 2 * 10) * 4) * 4,
+}
+"""Of one layer with a state, for each sequence and chunk."""
+
+
 @pytest.mark.parametrize("segment", [1, 2, 3, 4])
 @pytest.mark.parametrize("family", ["llama", "qwen3_5_text", "deepseek_v3", "falcon_h1"])
-def test_a_segment_keeps_its_input_keys_and_values_on_the_host(
+def test_a_segment_keeps_its_input_states_keys_and_values_on_the_host(
     family: str, segment: int, parked: list[tuple[int, int]]
 ) -> None:
     """All but what the backward projects again from the input; exact to the untiled step's error."""
@@ -407,9 +414,66 @@ def test_a_segment_keeps_its_input_keys_and_values_on_the_host(
     attends = [1, 3] if family == "qwen3_5_text" else range(4)
     again = [] if family == "falcon_h1" else starts  # its state would have to run again too
     kept = [number for number in attends if number not in again]
-    inputs = [number // segment + 1 for number in starts]
-    assert sum(nbytes for _, nbytes in parked) == tokens * (4 * 40 * len(starts) + each * len(kept))
-    assert [number for number, _ in parked] == sorted(inputs + 2 * [number // segment + 1 for number in kept])
+    carries = {"qwen3_5_text": [0, 2], "falcon_h1": range(4)}.get(family, [])
+    inputs, states = tokens * 4 * 40 * len(starts), 2 * 2 * STATE_BYTES.get(family, 0) * len(carries)
+    assert sum(nbytes for _, nbytes in parked) == inputs + states + tokens * each * len(kept)
+    moved = [*starts, *2 * kept, *4 * [*carries]]  # two states at the starts of two chunks
+    assert [number for number, _ in parked] == sorted(number // segment + 1 for number in moved)
+
+
+@pytest.mark.parametrize("segment", [1, 2])
+def test_what_is_on_the_host_is_not_on_the_device(segment: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """States at the chunks' starts too, once the forward has passed them; the backward needs a segment's at a time."""
+    model = build_for_host("qwen3_5_text", segment)
+    seqtile.apply(model, chunk=64, segment=segment, offload=True)
+    step(model, batch_of())  # tries the layers
+    on_device, park = list[weakref.ref[Any]](), HostMemory.park
+
+    def noted(memory: HostMemory, tensor: Tensor) -> Any:
+        on_device.append(weakref.ref(tensor.untyped_storage()))
+        return park(memory, tensor)
+
+    monkeypatch.setattr(HostMemory, "park", noted)
+    loss = model(**batch_of()).loss
+    assert len(on_device) == 2 * 2 * 2 + (4 if segment == 1 else 2 + 2 * 2)
+    assert not any(storage() is not None for storage in on_device)
+    loss.backward()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("order", ["apply first", "apply last"])
+def test_states_on_the_host_whoever_switches_checkpoints_on(order: str, reentrant: bool) -> None:
+    batch = batch_of()
+    expected, truth = (step(build("qwen3_5_text", dtype), batch) for dtype in (torch.float32, torch.float64))
+    model = build_for_host("qwen3_5_text", 2)
+    if order == "apply last":
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    seqtile.apply(model, chunk=64, segment=2, offload=True)
+    if order == "apply first":
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    assert_all_no_worse(step(model, batch), expected, in_double(truth), factor=4.0, floor=2e-6)
+    assert chunks_of(model) == [3] * 4
+
+
+def test_states_on_the_host_under_adapters_and_accumulation(parked: list[tuple[int, int]]) -> None:
+    """Two forwards before a backward, whose states are told apart."""
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    batches, results = (batch_of(), batch_of(rows=1, tokens=97, seed=2)), list[dict[str, Tensor | None]]()
+    for dtype, host in ((torch.float32, False), (torch.float64, False), (torch.float32, True)):
+        torch.manual_seed(5)
+        model = peft.get_peft_model(build_for_host("qwen3_5_text", 2), lora).to(dtype).train()
+        if host:
+            seqtile.apply(model, chunk=64, segment=2, offload=True)
+        model.zero_grad()
+        losses = [model(**batch).loss for batch in batches]
+        sum(losses).backward()
+        results.append({name: weight.grad for name, weight in model.named_parameters()})
+    expected, truth, got = results
+    assert_all_no_worse(got, expected, in_double(truth), factor=4.0, floor=2e-6)
+    of_states = 2 * (2 * 2 + 1) * STATE_BYTES["qwen3_5_text"]
+    inputs_and_keys = (2 * 150 + 97) * (2 * 40 + 2 * 2 * 2 * 16) * 4
+    assert sum(nbytes for _, nbytes in parked) == of_states + inputs_and_keys
 
 
 @pytest.mark.parametrize("tensors", [0, 1, 2, 5])
@@ -424,26 +488,30 @@ def test_keys_and_values_without_room_on_the_host_stay_on_the_device(
     assert [nbytes for _, nbytes in parked] == sizes[:tensors]
 
 
-def test_a_retained_graph_reads_keys_and_values_from_the_host_again(parked: list[tuple[int, int]]) -> None:
-    model = build_for_host("llama", 4)
+@pytest.mark.parametrize(("family", "moved"), [("llama", 1 + 2 * 3), ("qwen3_5_text", 1 + 2 * 2 + 2 * 2 * 2)])
+def test_a_retained_graph_reads_from_the_host_again(family: str, moved: int, parked: list[tuple[int, int]]) -> None:
+    model = build_for_host(family, 4)
     seqtile.apply(model, chunk=64, segment=4, offload=True)
     loss, weight = model(**batch_of()).loss, model.model.layers[1].self_attn.k_proj.weight
     first, second = (torch.autograd.grad(loss, weight, retain_graph=True)[0] for _ in range(2))
-    assert torch.equal(first, second) and len(parked) == 1 + 2 * 3
+    assert torch.equal(first, second) and len(parked) == moved
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3_5_text"])
 def test_a_host_that_is_too_small_for_keys_and_values_is_refused_at_the_first_segment(
-    parked: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+    family: str, parked: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two segments' inputs fit, and are not counted as four layers'."""
+    """Two segments' inputs fit, and are not counted as four layers'. States are refused before one is copied."""
     hidden, keys = 2 * 150 * 40 * 4, 2 * 150 * 2 * 16 * 4
-    model = build_for_host("llama", 2)
+    states = 2 * 2 * STATE_BYTES.get(family, 0)
+    model = build_for_host(family, 2)
     seqtile.apply(model, chunk=64, segment=2, offload=True)
-    monkeypatch.setattr(host_offload, "available_host_bytes", lambda: 2 * (hidden + 2 * keys) - 1)
+    room = 2 * (hidden + states - 1 if states else hidden + 2 * keys - 1)
+    monkeypatch.setattr(host_offload, "available_host_bytes", lambda: room)
     with pytest.raises(UserError, match="host memory"):
         step(model, batch_of())
     assert [nbytes for _, nbytes in parked] == [hidden]
-    monkeypatch.setattr(host_offload, "available_host_bytes", lambda: 2 * (hidden + 2 * keys))
+    monkeypatch.setattr(host_offload, "available_host_bytes", lambda: 2 * (hidden + states + 2 * keys))
     step(model, batch_of())
 
 

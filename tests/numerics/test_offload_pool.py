@@ -399,8 +399,8 @@ def test_extents_of_any_order_lose_nothing(monkeypatch: pytest.MonkeyPatch) -> N
 MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "copies do not wait": lambda patch: patch.setattr(Stream, "wait_stream", lambda *_: None),
     "nothing is released": lambda patch: patch.setattr(Lane, "release", lambda *_: None),
-    "one too many ahead": lambda patch: patch.setattr(HostMemory, "before", lambda self, one: [
-        other for ref in self._order if (other := ref()) is not None and not other.taken and other is not one]),
+    "one too many ahead": lambda patch: patch.setattr(HostMemory, "prefetch_before", lambda self, one: [
+        other.fetch() for ref in self._order if (other := ref()) is not None and not other.taken and other is not one]),
 }  # fmt: skip
 
 

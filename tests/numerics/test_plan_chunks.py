@@ -39,6 +39,8 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
     "mixtral": dict(num_local_experts=6, num_experts_per_tok=2, output_router_logits=True),
 }  # fmt: skip
 
+STATE_BYTES = 4 * (4 * 18 * 20 + (2 * 2 * 18 + 4 * 20) * 4)  # of the delta rule, and of the convolution
+
 
 def config_of(family: str, layers: int) -> Any:
     if family not in CONFIG_MAPPING:
@@ -87,8 +89,7 @@ def test_fake_and_real_steps_in_chunks_hold_the_same_bytes_under_their_names() -
     inputs = tokens * 64 * 4
     assert largest[CHECKPOINTS] == 2 * inputs  # of two segments
     assert largest[KEYS] == largest[KEY_GRADIENTS] == tokens * 2 * 2 * 24 * 4  # of the layer that attends
-    state = 4 * 18 * 20 + (2 * 2 * 18 + 4 * 20) * 4  # of the delta rule, and of the convolution
-    assert largest[CHUNK_STATES] >= 5 * 3 * state * 4  # three layers, at the starts of all chunks but the first
+    assert largest[CHUNK_STATES] >= 5 * 3 * STATE_BYTES  # three layers, at the starts of all chunks but the first
 
 
 @pytest.mark.parametrize(
@@ -104,7 +105,7 @@ def test_fake_and_real_steps_in_chunks_hold_the_same_bytes_under_their_names() -
 def test_a_plan_counts_what_a_step_in_chunks_moves_to_the_host(
     family: str, segment: int, room: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And takes it off the device, but for two segments' in flight, and keys and values that are projected again."""
+    """And takes it off the device, but for two segments' in flight, and what is computed again."""
     tokens, layers, config, moved = 384, 8, config_of(family, 8), [0]
     options = TilingOptions(loss="tiled", loss_tile=64, checkpoint="layer", chunk=64, segment=segment)
     options = replace(options, offload=True if room is None else f"{room}B")
@@ -129,15 +130,20 @@ def test_a_plan_counts_what_a_step_in_chunks_moves_to_the_host(
     attentions, again = (2, 0) if family == "qwen3_5_text" else (8, of_layer)
     inputs = segments * tokens * 64 * 4
     keys = attentions * of_layer - segments * again
+    states = 6 * 5 * STATE_BYTES if family == "qwen3_5_text" else 0  # at the starts of all chunks but the first
     assert checkpoint_bytes(planner.request, planner.counts, tokens) == inputs + keys
-    on_host = {name: planned.host_terms.get(name, 0) for name in (CHECKPOINTS, KEYS)}
+    on_host = {name: planned.host_terms.get(name, 0) for name in (CHECKPOINTS, KEYS, CHUNK_STATES)}
+    kept = inputs + keys + states
     if room is None:
-        assert (on_host, planned.moved, moved[0]) == ({CHECKPOINTS: inputs, KEYS: keys}, 1, inputs + keys)
+        expected = {CHECKPOINTS: inputs, KEYS: keys, CHUNK_STATES: states}
+        assert (on_host, planned.moved, moved[0]) == (expected, 1, kept)
     else:  # whole segments by the plan, and tensors in a step
-        assert moved[0] - (inputs + keys) / segments <= sum(on_host.values()) <= moved[0] <= room < inputs + keys
+        assert moved[0] - kept / segments <= sum(on_host.values()) <= moved[0] <= room < kept
     left, flight = 1 - planned.moved, 2 / segments
     assert planned.terms[CHECKPOINTS] == pytest.approx(min(1, left + flight) * inputs)
     assert planned.terms[KEYS] == pytest.approx(min(1, left + flight) * keys + again)
+    one_more = planned.terms.get(CHUNK_STATES, 0) - min(1, left + flight) * states
+    assert 0 <= one_more <= segment * STATE_BYTES if states else not one_more  # those after a chunk
 
 
 def test_a_single_chunk_is_planned_as_the_layers_whole() -> None:

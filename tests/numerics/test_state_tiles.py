@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from numerics._states import FAMILIES, carrier_of, error, model_of, precision, results, tiled, whole
+from seqtile.ops.tile_checkpoint import State, run_with_state
 from seqtile.state import state_cache, tile_call
 from seqtile.state.state_cache import CarriedState
 from seqtile.state.tile_call import TileCall
@@ -341,3 +342,38 @@ def test_a_backward_can_be_run_twice() -> None:
     y = tiled(module, (16, 16, 16), x, **words)
     first, second = (torch.autograd.grad(y.sum(), [x, *module.parameters()], retain_graph=True) for _ in range(2))
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
+
+class Parked:
+    """A tensor elsewhere, which every ``take`` brings back."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.held = tensor.detach().clone()
+
+    def take(self) -> Tensor:
+        return self.held.clone()
+
+
+def test_a_state_that_several_tiles_begin_with_is_parked_once() -> None:
+    """Tiles 0, 1 and 2 go on from each other; 3 and 4 go on from tile 1, and 5 from nothing."""
+    parked, announced = list[State](), list[int]()
+
+    def park(state: State, states: int) -> list[Parked]:
+        parked.append(state)
+        announced.append(states)
+        return [Parked(tensor) for tensor in state]
+
+    def run(tiles: Sequence[Tensor], _: Any, state: State, index: int) -> tuple[Tensor, State]:
+        before = state[0] if state else torch.zeros(1, 1, 3)
+        output = torch.tanh(tiles[0] + before.square())
+        return output, (output.sum(1, keepdim=True) + 0.1 * index,)
+
+    def gradient(**settings: Any) -> Tensor:
+        x = torch.linspace(-1, 1, 12 * 3).view(1, 12, 3).requires_grad_()
+        output = run_with_state(run, [x], [2] * 6, begins=(3, 4, 5), continues={3: 1, 4: 1}, **settings)
+        output.square().sum().backward()
+        assert x.grad is not None
+        return x.grad
+
+    torch.testing.assert_close(gradient(park=park), gradient(), rtol=0, atol=0)
+    assert len(parked) == 2 and announced == [2, 0]

@@ -253,8 +253,7 @@ class OffloadedTensor:
             self.lane.release(self.owner.layer)
         tensor, event, number = self.fetch()
         self.fetched, self.taken = None, True
-        for earlier in self.owner.before(self):
-            earlier.fetch()
+        self.owner.prefetch_before(self)
         if self.lane is not None:
             self.lane.current().wait_event(event)
             self.lane.inward.pop(number, None)
@@ -285,6 +284,7 @@ class HostMemory:
         self.layer = 0
         self.ever_parked = 0  # bytes
         self._order: deque[weakref.ref[OffloadedTensor]] = deque()
+        self._prefetched_before = -1
         self._lanes: dict[torch.device, Lane] = {}
         self._checked = 0
 
@@ -329,13 +329,17 @@ class HostMemory:
         self._order.append(weakref.ref(parked))
         return parked
 
-    def before(self, taken: OffloadedTensor) -> list[OffloadedTensor]:
-        """Parked tensors of the layers before ``one``'s, of as many layers as may be in flight with it."""
-        parked = [tensor for ref in self._order if (tensor := ref()) is not None]
-        return [
-            tensor for tensor in reversed(parked)
-            if taken.layer - self.in_flight < tensor.layer < taken.layer and not tensor.taken
-        ]  # fmt: skip
+    def prefetch_before(self, taken: OffloadedTensor) -> None:
+        """Start to fetch the layers before ``taken``'s, as many as may be in flight with it; once per layer."""
+        if taken.layer == self._prefetched_before:  # a layer of many chunks parks thousands of states
+            return
+        self._prefetched_before = taken.layer
+        for ref in reversed(self._order):
+            parked = ref()
+            if parked is not None and parked.layer <= taken.layer - self.in_flight:
+                return
+            if parked is not None and parked.layer < taken.layer and not parked.taken:
+                parked.fetch()
 
     def lane_of(self, tensor: Tensor) -> Lane | None:
         """The lane of this tensor; None for a plain copy, as of a subclass that wraps other tensors."""
@@ -384,25 +388,31 @@ class Parking(threading.local):
 
     Attributes:
         host: the host memory; None outside of such a checkpoint.
-        input_bytes: bytes of the checkpoint's input.
+        nbytes: of the checkpoint: its input, and what was announced besides.
         checkpoints: counts the checkpoints of a step.
     """
 
     host: HostMemory | None = None
-    input_bytes = 0
+    nbytes = 0
     checkpoints: Callable[[], int] = int
 
     @contextmanager
-    def inside(self, host: HostMemory, input_bytes: int, checkpoints: Callable[[], int]) -> Iterator[None]:
-        """Wrap the forward of one checkpoint."""
-        self.host, self.input_bytes, self.checkpoints = host, input_bytes, checkpoints
+    def inside(self, host: HostMemory | None, input_bytes: int, checkpoints: Callable[[], int] = int) -> Iterator[None]:
+        """Wrap the forward of one checkpoint; without a host nothing inside is moved."""
+        outside = self.host, self.nbytes, self.checkpoints
+        self.host, self.nbytes, self.checkpoints = host, input_bytes, checkpoints
         try:
             yield
         finally:
-            self.host = None
+            self.host, self.nbytes, self.checkpoints = outside
 
-    def park(self, tensors: Sequence[Tensor]) -> list[Tensor | OffloadedTensor]:
+    def park(self, tensors: Sequence[Tensor], announced: int = 1) -> list[Tensor | OffloadedTensor]:
         """Start to copy to the host those of ``tensors`` that it has room for; the backward needs all of them.
+
+        Args:
+            tensors: on the device.
+            announced: how many such groups of tensors the checkpoint will park, this one included, so that a host
+                without room for all is refused at the first; 0 for those that were announced.
 
         Raises:
             UserError: the host has no room for as many bytes of every checkpoint.
@@ -410,8 +420,8 @@ class Parking(threading.local):
         host = self.host
         if host is None or not tensors:
             return [*tensors]
-        nbytes = self.input_bytes + sum(tensor.nbytes for tensor in tensors)
-        host.check(nbytes, self.checkpoints, tensors[0].device)
+        self.nbytes += announced * sum(tensor.nbytes for tensor in tensors)
+        host.check(self.nbytes, self.checkpoints, tensors[0].device)
         return [host.park(tensor) if host.has_room(tensor) else tensor for tensor in tensors]
 
 

@@ -65,14 +65,14 @@ def run_segment(
     Memory:
         Between forward and backward: the hidden states, states at each chunk's beginning, and keys and values of every
         attending layer but the first, whose keys and values are projected again. If the checkpoint around it moves its
-        input to the host, the keys and values move there too. In the backward: gradients of the segment's keys and
-        values, and one chunk's activations in all its layers.
+        input to the host, the states, keys and values move there too. In the backward: gradients of the segment's keys
+        and values, and one chunk's activations in all its layers.
     """
     segment = _SegmentRun(modules, calls, cuts, tensors[0])
     continues = {} if calls[0].segments is None else _continued(cuts, segment.starts, calls[0].segments)
     output = run_with_state(
         segment.run, tensors, cuts.sizes, cuts.begins, weights, segment.before_backward, segment.after_backward,
-        changed, continues,
+        changed, continues, parking.park,
     )  # fmt: skip
     if calls[0].projects_again:
         _drop(calls[:1])

@@ -23,6 +23,7 @@ from seqtile._compat import (
     ulysses_around,
 )
 from seqtile.blocks.instance import inside
+from seqtile.checkpointing.host_offload import parking
 from seqtile.chunks.chunk_node import run_segment
 from seqtile.chunks.layer_cache import REPLACED, NotChunkedError
 from seqtile.chunks.layer_call import ChunkedCall
@@ -134,7 +135,8 @@ def _try_layer(layer: nn.Module, call: ChunkedCall, args: Sequence[Any], kwargs:
     if not has_values(layer):
         return UNKNOWN
     try:
-        with without_dropouts(layer), torch.enable_grad(), saved_tensors_hooks(Tensor.detach, lambda saved: saved):
+        hooks = saved_tensors_hooks(Tensor.detach, lambda saved: saved)
+        with without_dropouts(layer), torch.enable_grad(), hooks, parking.inside(None, 0):
             return _compare(layer, call, args, kwargs)
     except NotChunkedError as error:
         return ChunkProof(str(error))

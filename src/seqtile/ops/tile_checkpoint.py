@@ -48,6 +48,12 @@ NO_TILES: Mapping[int, int] = {}
 
 RunWithState = Callable[[Sequence[Tensor], Mapping[str, Tensor], State, int], tuple[Any, State]]
 
+ParkState = Callable[[State, int], Sequence[Any]]
+"""Takes one state, and how many states of a call it announces: all with the first one, later 0.
+
+Returns what each tensor is kept as until the backward: itself, or an object whose ``take()`` returns it.
+"""
+
 
 def run_in_tiles(
     run: RunTiles, tensors: Sequence[Tensor], sizes: Sequence[int], weights: Weights = dict,
@@ -117,6 +123,7 @@ def run_with_state(
     after_backward: Callable[[], None] | None = None,
     changed: Changed = str,
     continues: Mapping[int, int] = NO_TILES,
+    park: ParkState | None = None,
 ) -> Any:
     """Compute a layer that carries a state along the sequence, one tile of the sequence at a time.
 
@@ -135,6 +142,7 @@ def run_with_state(
         before_backward: called with ``tensors`` before the first tile of a backward is recomputed.
         after_backward: called after the last tile's backward.
         continues: by number of a tile: the earlier one whose state it gets, where that is not the one before it.
+        park: moves the states at the cuts elsewhere until the backward, such as to the host.
 
     Returns:
         The outputs of ``run``, joined along dimension 1.
@@ -159,6 +167,7 @@ def run_with_state(
         after_backward=after_backward,
         changed=changed,
         continues=continues,
+        park=park,
     )
 
 
@@ -172,6 +181,7 @@ def run_with_cuts(
     after_backward: Callable[[], None] | None = None,
     changed: Changed = str,
     continues: Mapping[int, int] = NO_TILES,
+    park: ParkState | None = None,
 ) -> Any:
     """:func:`run_with_state` where ``cuts`` say what a tile is, and how the outputs of tiles go back together."""
     live = weights() if torch.is_grad_enabled() else {}
@@ -183,7 +193,7 @@ def run_with_cuts(
         cuts,
         weights,
         live,
-        _StatesOfTiles(begins, continues),
+        _StatesOfTiles(begins, continues, park, len(cuts.sizes)),
         before_backward=before_backward,
         after_backward=after_backward,
         changed=changed,
@@ -193,20 +203,46 @@ def run_with_cuts(
 class _StatesOfTiles:
     """The states that tiles have left and later ones begin with."""
 
-    def __init__(self, begins: Collection[int] = (), continues: Mapping[int, int] = NO_TILES) -> None:
+    def __init__(
+        self, begins: Collection[int] = (), continues: Mapping[int, int] = NO_TILES, park: ParkState | None = None,
+        tiles: int = 0,
+    ) -> None:  # fmt: skip
         self._begins, self._continues = begins, continues
         self._left: dict[int, State] = {}
+        self._park, self._parked = park, dict[int, dict[int, Any]]()
+        self._unannounced = len({self._source(index) for index in range(tiles)} - {None})
+
+    def _source(self, index: int) -> int | None:
+        """The tile whose state a tile begins with; None for one without a state."""
+        if index in self._continues:
+            return self._continues[index]
+        return None if index in self._begins or not index else index - 1
 
     def before(self, index: int) -> State:
         """The state that a tile begins with."""
-        if index in self._continues:
-            return self._left[self._continues[index]]
-        return () if index in self._begins or not index else self._left[index - 1]
+        source = self._source(index)
+        return () if source is None else self._left[source]
 
     def keep(self, index: int, state: State) -> None:
         """Keep the state after a tile, and of those before it what further tiles begin with."""
         needed = {earlier for later, earlier in self._continues.items() if later > index}
         self._left = {earlier: left for earlier, left in self._left.items() if earlier in needed} | {index: state}
+        self._parked = {earlier: parked for earlier, parked in self._parked.items() if earlier in self._left}
+
+    def hooks(self, index: int) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
+        """Saved-tensor hooks around a tile's checkpoint: they keep its bookkeeping, with its state where it is parked.
+
+        A state that several tiles begin with is parked once.
+        """
+        source, state = self._source(index), self.before(index)
+        if self._park is None or source is None or not state:
+            return _same, _same
+        if source not in self._parked:
+            saved = self._park(state, self._unannounced)
+            self._parked[source] = {id(tensor): kept for tensor, kept in zip(state, saved, strict=True)}
+            self._unannounced = 0
+        parked = self._parked[source]
+        return lambda tensor: parked.get(id(tensor), tensor), _unpack
 
 
 def _without_state(run: RunTiles) -> RunWithState:
@@ -272,10 +308,10 @@ def _run_with_gradient(
     compares = False
     try:
         for index in range(len(cuts.sizes)):
-            # The identity hooks hide the tile's own bookkeeping from a checkpoint around the layer, which would
+            # The hooks hide the tile's own bookkeeping from a checkpoint around the layer, which would
             # otherwise have to recompute every tile but the last to get it back. The anchor carries the device.
             entering = states.before(index)
-            with saved_tensors_hooks(_same, _same), _stopping_early():
+            with saved_tensors_hooks(*states.hooks(index)), _stopping_early():
                 result, state = checkpoint(run_tile, index, anchor, *entering, use_reentrant=False, early_stop=True)
             leaves = output.write(index, result)
             source.token = _Put.apply(gradients, source, index, source.token, *leaves)  # type: ignore[no-untyped-call]
@@ -304,6 +340,10 @@ def _enter_tile(
 
 def _same(tensor: Tensor) -> Tensor:
     return tensor
+
+
+def _unpack(saved: Any) -> Tensor:
+    return saved if isinstance(saved, Tensor) else saved.take()
 
 
 def _stopping_early() -> AbstractContextManager[None]:

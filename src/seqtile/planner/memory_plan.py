@@ -22,6 +22,7 @@ from seqtile.planner.kinds import KINDS, step_kinds_of
 from seqtile.planner.layer_structure import Counts, Depths, LayerSample, count_layers, count_weights, find_depths
 from seqtile.planner.live_at_peaks import (
     CHECKPOINTS,
+    CHUNK_STATES,
     GRADIENTS,
     KEPT,
     KERNELS,
@@ -293,10 +294,13 @@ class Planner:
         request, local = self.request, self.local(tokens)
         parts: dict[Phase, Mapping[str, float]] = {**lines.at(local, keep=float(self.resolved(tokens).options.keep))}
         kept = {name: max(terms.get(name, 0.0) for terms in parts.values()) for name in (CHECKPOINTS, KEPT)}
-        # While the head runs, segments of chunked layers hold only the keys and values that they keep; in a segment's
-        # backward those of its first layer, which are projected again, come on top.
-        kept[KEYS] = max((terms.get(KEYS, 0.0) for phase, terms in parts.items() if phase.part == HEAD), default=0.0)
-        projected_again = max(terms.get(KEYS, 0.0) for terms in parts.values()) - kept[KEYS]
+        # While the head runs, segments of chunked layers hold only the keys, values and states that they keep. In a
+        # segment's backward those come on top that are computed again: keys and values of its first layer, and states
+        # after one chunk.
+        in_head, stays = [terms for phase, terms in parts.items() if phase.part == HEAD], dict[str, float]()
+        for name in (KEYS, CHUNK_STATES):
+            kept[name] = max((terms.get(name, 0.0) for terms in in_head), default=0.0)
+            stays[name] = max(terms.get(name, 0.0) for terms in parts.values()) - kept[name]
         moved = self._moved(kept)
         each = {name: size / max(1, self._keeping[name]) for name, size in kept.items()}
         for step_kind in self.kinds:
@@ -309,7 +313,7 @@ class Planner:
                     step_kind.add_terms(request, self.counts, terms, phase, tokens, bound)
                 if request.options.offload_room:
                     flight = getattr(CONSTANTS["in flight"], bound)
-                    offload_checkpoints(terms, each, flight, moved, projected_again)
+                    offload_checkpoints(terms, each, flight, moved, stays)
                 total = self._finish(terms, bound, self._left_over(phase, local))
                 if bound not in peaks or total > peaks[bound].total:
                     peaks[bound] = _Peak(total, phase, terms)
@@ -336,7 +340,7 @@ class Planner:
         for policy in self._policies:  # what whole layers keep is moved, the first layers' first
             size = kept[CHECKPOINTS] / keeping[CHECKPOINTS] if policy is not None else 0.0
             size += kept[KEPT] / keeping[KEPT] if policy == "attention-saved" else 0.0
-            size += kept[KEYS] / keeping[KEYS]
+            size += (kept[KEYS] + kept[CHUNK_STATES]) / keeping[KEYS]
             if moved + size > room:
                 break
             moved += size
@@ -351,11 +355,14 @@ class Planner:
     @property
     def _keeping(self) -> dict[str, int]:
         """Checkpoints of a step by what they keep."""
-        policies = self._policies
+        policies, segment, attends = self._policies, self.setup.options.segment, self.depths.attends
+        # Layers without attention carry a state; where all attend, as in Falcon-H1, all may.
+        carry = sum(not all(attends[n : n + segment]) for n in range(0, len(attends), segment)) or len(policies)
         return {
             CHECKPOINTS: len(policies) - policies.count(None),
             KEPT: policies.count("attention-saved"),
             KEYS: len(policies),
+            CHUNK_STATES: carry,
         }
 
     def _left_over(self, phase: Phase, local: int) -> float:

@@ -13,7 +13,7 @@ from seqtile.checkpointing.host_offload import pool_bytes
 from seqtile.devices import GIB
 from seqtile.host_weights import PINNED_AT_ONCE
 from seqtile.planner.layer_structure import Counts
-from seqtile.planner.live_at_peaks import CHECKPOINTS, GRADIENTS, KEPT, KEYS, OPTIMIZER, WEIGHTS
+from seqtile.planner.live_at_peaks import GRADIENTS, OPTIMIZER, WEIGHTS
 from seqtile.planner.names import DEEPSPEED, STATE_BYTES
 from seqtile.planner.phases import ATTENTION, BLOCK, BLOCK_AND_NORMS, HEAD, OPTIMIZER_STEP, Phase
 from seqtile.planner.request import Request
@@ -286,15 +286,15 @@ def _gathered(counts: Counts, phase: Phase) -> float:
 
 
 def offload_checkpoints(
-    terms: dict[str, float], each: Mapping[str, float], in_flight: float, moved: float = 1.0, stays: float = 0.0
+    terms: dict[str, float], each: Mapping[str, float], in_flight: float, moved: float, stays: Mapping[str, float]
 ) -> None:
     """Subtract the share ``moved`` of what checkpoints keep, except what is in flight.
 
-    ``each`` gives the bytes of one checkpoint by their purpose. ``stays`` are bytes of keys and values that a segment
-    of chunked layers projects again; they never move.
+    ``each`` gives the bytes of one checkpoint by their purpose, ``stays`` those that a segment of chunked layers
+    computes again, which never move.
     """
-    for name in {CHECKPOINTS, KEPT, KEYS} & terms.keys():
-        size, never_moved = terms[name], stays if name == KEYS else 0.0
+    for name in each.keys() & terms.keys():
+        size, never_moved = terms[name], stays.get(name, 0.0)
         here = (1 - moved) * max(0.0, size - never_moved) + (in_flight * each[name] if moved else 0.0)
         terms[name] = min(size, here + never_moved)
 
