@@ -82,13 +82,19 @@ class Cell:
     def __post_init__(self) -> None:
         for name in ("hidden", "intermediate", "tokens", "repeats"):
             if getattr(self, name) < 1:
-                raise UserError(f"{name} is {getattr(self, name)}: expected at least 1")
+                raise UserError("benchmark.not-positive", f"{name} is {getattr(self, name)}: expected at least 1")
         for name, allowed in (("method", METHODS), ("train", TRAIN), ("dtype", DTYPES)):
             if getattr(self, name) not in allowed:
-                raise UserError(f"{name} {getattr(self, name)!r} is unknown: expected one of {', '.join(allowed)}")
+                raise UserError(
+                    "benchmark.unknown-choice",
+                    f"{name} {getattr(self, name)!r} is unknown: expected one of {', '.join(allowed)}",
+                )
         refuse_options(self.options, (*SET_HERE, "heads", "state"))
         if self.options.keep != 0.0 and self.method != "fused":
-            raise UserError(f"keep is of the fused operator only, got method {self.method!r}: drop one of the two")
+            raise UserError(
+                "benchmark.keep-without-fused",
+                f"keep is of the fused operator only, got method {self.method!r}: drop one of the two",
+            )
 
     @property
     def ours(self) -> bool:
@@ -136,10 +142,13 @@ def refuse_options(options: TilingOptions, names: Sequence[str]) -> None:
         UserError: one of ``names`` is not at its default, or no block is tiled.
     """
     if not options.tiled:
-        raise UserError("blocks='none' tiles nothing: method untiled measures that")
+        raise UserError("benchmark.nothing-tiled", "blocks='none' tiles nothing: method untiled measures that")
     for name in names:
         if getattr(options, name) != DEFAULTS[name]:
-            raise UserError(f"{name}={getattr(options, name)!r} has no effect on what is measured here: leave it out")
+            raise UserError(
+                "benchmark.option-without-effect",
+                f"{name}={getattr(options, name)!r} has no effect on what is measured here: leave it out",
+            )
 
 
 def run_cell(cell: Cell, *, timeout_s: float = 3600.0, run: RunJob | None = None) -> dict[str, Any]:

@@ -63,9 +63,14 @@ def run(device: str | None, smoke: bool, minutes: float, out: Path) -> None:
     suite = Suite("smoke" if smoke else "gpu", out, minutes)
     here = suite.found["device_type"]
     if (here == "cpu" and device is None) or (device == "cpu" and not smoke):
-        raise UserError("the GPU suite needs an accelerator and torch finds none: run it where there is one")
+        raise UserError(
+            "benchmark.no-accelerator",
+            "the GPU suite needs an accelerator and torch finds none: run it where there is one",
+        )
     if device not in (None, "cpu", here):
-        raise UserError(f"--device {device!r} is not here, torch finds {here!r}: leave --device out")
+        raise UserError(
+            "benchmark.device-absent", f"--device {device!r} is not here, torch finds {here!r}: leave --device out"
+        )
     small = 64 if smoke else 1
     pairs = 3 if smoke else 7
     base = Cell(

@@ -74,12 +74,18 @@ def run(given: argparse.Namespace) -> list[Row]:
     memory = _bytes("--memory", given.memory)
     found = run_child("environment", {})
     if "error" in found:
-        raise UserError(f"cannot start a measurement: {found['error']}")
+        raise UserError("benchmark.cannot-start", f"cannot start a measurement: {found['error']}")
     device = given.device or found["device_type"]
     if device == "cpu" and not (given.device and memory):
-        raise UserError("the ladder needs an accelerator; with --device cpu --memory SIZE bytes are counted instead")
+        raise UserError(
+            "benchmark.no-accelerator",
+            "the ladder needs an accelerator; with --device cpu --memory SIZE bytes are counted instead",
+        )
     if device not in ("cpu", found["device_type"]):
-        raise UserError(f"--device {device!r} is not here, torch finds {found['device_type']!r}: leave --device out")
+        raise UserError(
+            "benchmark.device-absent",
+            f"--device {device!r} is not here, torch finds {found['device_type']!r}: leave --device out",
+        )
     host = host_room(_bytes("--host-memory", given.host_memory)) if given.host_memory else 0
     numbers = _numbers(given.rungs)
     # As it comes back from a line of JSON, so that rows of an earlier run are known again.
@@ -119,7 +125,7 @@ def run(given: argparse.Namespace) -> list[Row]:
     mine = list(last.values())
     show(mine)
     if failed:
-        raise UserError("; ".join(failed))
+        raise UserError("benchmark.rungs-failed", "; ".join(failed))
     return mine
 
 
@@ -150,7 +156,7 @@ def _rung(first: Attempt, tried: list[Row], write: Callable[[Row], Row], within:
             return None
         row = write({**taken, **found})
         if "error" in found and not any(word in found["error"] for word in (*DEVICE_FULL, *HOST_FULL)):
-            raise UserError(f"{RUNGS[one.rung].name}, {one.tokens:,} tokens: {found['error']}")
+            raise UserError("benchmark.rung-failed", f"{RUNGS[one.rung].name}, {one.tokens:,} tokens: {found['error']}")
         tried.append(row)
         print(f"    {one.tokens:>10,} tokens, {one.layers} layers: " + row.get(
             "error", f"{row.get('peak_gib', 0):.3f} GiB, {row.get('step_s', 0):.2f} s"), flush=True)  # fmt: skip
@@ -237,14 +243,14 @@ def _bytes(name: str, text: str) -> int:
         return 0
     size = parse_bytes(text)
     if not size:
-        raise UserError(f"got {name} {text!r}, expected a size such as 128GiB")
+        raise UserError("benchmark.size-malformed", f"got {name} {text!r}, expected a size such as 128GiB")
     return size
 
 
 def _adapters(text: str) -> Lora:
     rank = text.removeprefix("r=")
     if not rank.isdigit() or not int(rank):
-        raise UserError(f"got --lora {text!r}, expected a rank such as 16 or r=16")
+        raise UserError("benchmark.lora-malformed", f"got --lora {text!r}, expected a rank such as 16 or r=16")
     return Lora(int(rank))
 
 
@@ -252,7 +258,7 @@ def _numbers(text: str) -> list[int]:
     words = [word for word in text.split(",") if word] or [str(number) for number in range(len(RUNGS))]
     if not all(word.isdigit() and int(word) < len(RUNGS) for word in words):
         names = ", ".join(f"{number} ({rung.name})" for number, rung in enumerate(RUNGS))
-        raise UserError(f"got --rungs {text!r}, expected numbers of {names}")
+        raise UserError("benchmark.unknown-choice", f"got --rungs {text!r}, expected numbers of {names}")
     return [int(word) for word in words]
 
 

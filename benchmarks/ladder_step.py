@@ -156,7 +156,10 @@ def measure_attempt(arguments: dict[str, Any]) -> dict[str, Any]:
     setup = request.setup()
     whole = find_depths(request.config, build_bare(request.config, setup, "meta")).layers
     if attempt.layers > whole:
-        raise UserError(f"got {attempt.layers} layers to run, but the model has {whole}; give at most those")
+        raise UserError(
+            "benchmark.too-many-layers",
+            f"got {attempt.layers} layers to run, but the model has {whole}; give at most those",
+        )
     config = first_layers(request.config, attempt.layers)
     head = head_tile(build(first_layers(config, 1), setup, "meta"), setup, attempt.tokens, attempt.device)
     setup = changed(setup, loss_tile=head)

@@ -98,8 +98,9 @@ def step_method(name: str) -> StepMethod:
     base, *settings = name.split("+")
     if base not in STEP_METHODS or (settings and base != "seqtile") or not set(settings) <= STEP_SETTINGS.keys():
         raise UserError(
+            "benchmark.unknown-choice",
             f"got the method {name!r}, expected one of {', '.join(STEP_METHODS)}, the last with any of "
-            f"+{', +'.join(STEP_SETTINGS)}"
+            f"+{', +'.join(STEP_SETTINGS)}",
         )
     method = STEP_METHODS[base]
     for setting in settings:

@@ -85,7 +85,10 @@ def run(flags: argparse.Namespace) -> None:
     suite = Suite("step-smoke" if flags.smoke else "step", flags.out, flags.minutes or (3.5 if flags.quick else 9.0))
     device = flags.device or suite.found["device_type"]
     if device == "cpu" and not flags.smoke:
-        raise UserError("whole steps need an accelerator and torch finds none: add --smoke for tiny ones")
+        raise UserError(
+            "benchmark.no-accelerator",
+            "whole steps need an accelerator and torch finds none: add --smoke for tiny ones",
+        )
     lengths = flags.tokens or ([256] if flags.smoke else [32 * K] if flags.quick else [32 * K, 128 * K, 8 * K])
     base = {"model": str(TINY) if flags.smoke else "llama-8b", "device": device}
     workers = {method: Worker() for method in methods}

@@ -52,7 +52,7 @@ class Suite:
         self.worker = Worker()
         self.found = self.worker.run("environment", {}, timeout_s=600)
         if "error" in self.found:
-            raise UserError(f"cannot start a measurement: {self.found['error']}")
+            raise UserError("benchmark.cannot-start", f"cannot start a measurement: {self.found['error']}")
         self.rows: list[Row] = []
         self.file = out / f"{name}-{datetime.now(UTC):%Y%m%d-%H%M%S}.jsonl"
         self._go_on(out, name)

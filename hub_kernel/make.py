@@ -53,7 +53,10 @@ def write(folder: Path) -> None:
     """
     contents = files()
     if others := [path.name for path in (folder / VARIANT).glob("*.py") if path.relative_to(folder) not in contents]:
-        raise UserError(f"{folder / VARIANT} holds {others[0]}, which the kernel does not: give an empty folder")
+        raise UserError(
+            "hub-kernel.folder-not-empty",
+            f"{folder / VARIANT} holds {others[0]}, which the kernel does not: give an empty folder",
+        )
     for path, text in contents.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_text(text, encoding="utf-8")

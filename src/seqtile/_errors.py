@@ -14,7 +14,18 @@ USER_ERROR = 2
 
 
 class UserError(ValueError):
-    """Bad input, in one sentence: what was got, what was expected, what to do. The command exits with code 2."""
+    """Bad input, in one sentence: what was got, what was expected, what to do. The command exits with code 2.
+
+    Attributes:
+        code: an id that stays when the sentence is reworded: the option or thing, a dot, and what is wrong with it.
+    """
+
+    def __init__(self, code: str, sentence: str) -> None:
+        super().__init__(code, sentence)
+        self.code = code
+
+    def __str__(self) -> str:
+        return str(self.args[1])
 
 
 class RunError(RuntimeError):
@@ -82,7 +93,8 @@ def expect_module(model: Any, caller: str) -> None:
     if not isinstance(model, nn.Module):
         got = f"the text {model!r}" if isinstance(model, str) else type(model).__name__
         raise UserError(
-            f"{caller} got {got}, expected an nn.Module, such as AutoModelForCausalLM.from_pretrained returns"
+            "model.not-a-module",
+            f"{caller} got {got}, expected an nn.Module, such as AutoModelForCausalLM.from_pretrained returns",
         )
 
 

@@ -131,7 +131,7 @@ def fit(
     if sentence := unknown_keys(settings):
         if loaded_with := [key for key in ("attention", "dtype", "qlora") if key in settings]:
             sentence = f"{' and '.join(loaded_with)} is read from the model; load it that way"
-        raise UserError(f"fit: {sentence}")
+        raise UserError("option.unknown", f"fit: {sentence}")
     choice = choose_for(
         model, TilingOptions(**settings), given=settings, max_length=max_length, device=device, optimizer=optimizer,
         engine=engine, sp_size=sp_size, cp_size=cp_size, lora=lora, batch=batch_size, autocast=autocast,
@@ -159,7 +159,8 @@ def media_of(
     """
     if (images or image_size) and (frames or frame_size) or (image_size and not images) or (frame_size and not frames):
         raise UserError(
-            "got images beside frames, or a size alone; use images and image_size, or frames and frame_size"
+            "frames.with-images",
+            "got images beside frames, or a size alone; use images and image_size, or frames and frame_size",
         )
     return {"count": images, "size": image_size or frame_size, "frames": frames} if images or frames else None
 
@@ -183,7 +184,7 @@ def choose_for(
     expect_module(model, "fit")
     refuse_wrapped(model)
     if isinstance(max_length, bool) or not isinstance(max_length, int) or max_length < 2:
-        raise UserError(f"got max_length={max_length!r}, expected an int of at least 2")
+        raise UserError("max-length.too-small", f"got max_length={max_length!r}, expected an int of at least 2")
     request, notes = describe(model, options, **question)
     step = request.trainer or TrainerStep()
     loss, no_loss = _loss(model, options, "loss" in given, step)
@@ -360,9 +361,7 @@ def describe(
     refuse_encoder(config, model_name)
     parameters = [*model.parameters()]
     experts_packed = bool(packed_experts(model))
-    four_bit = experts_packed or any(type(weight).__name__ == "Params4bit" for weight in parameters)
-    if getattr(causal, "is_quantized", False) and not four_bit:
-        raise UserError("fit supports no other quantized weights than bitsandbytes' 4-bit ones; use seqtile.apply")
+    four_bit = _is_four_bit(causal, parameters, experts_packed)
     adapters = find_adapters(model) if lora is None else _adapters_to_come(lora)
     notes = _check_trainable(parameters, four_bit) if adapters is None else []
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -409,18 +408,35 @@ def _config_and_step(causal: nn.Module, step: TrainerStep | None) -> tuple[Any, 
         step, has_head = replace(step or TrainerStep(), head="labels"), True
     if config is None or not hasattr(config, "get_text_config") or not has_head:
         raise UserError(
+            "fit.model-unsupported",
             f"fit got {type(causal).__name__}, expected a causal language model, or its decoder or a sequence "
-            "classifier of transformers (the plan builds one from its config); use seqtile.apply"
+            "classifier of transformers (the plan builds one from its config); use seqtile.apply",
         )
     return config, step
+
+
+def _is_four_bit(causal: nn.Module, parameters: list[nn.Parameter], experts_packed: bool) -> bool:
+    """Whether weights are bitsandbytes' 4-bit ones; refuse other quantizations."""
+    four_bit = experts_packed or any(type(weight).__name__ == "Params4bit" for weight in parameters)
+    if getattr(causal, "is_quantized", False) and not four_bit:
+        raise UserError(
+            "fit.quantization-unsupported",
+            "fit supports no other quantized weights than bitsandbytes' 4-bit ones; use seqtile.apply",
+        )
+    return four_bit
 
 
 def _check_trainable(parameters: list[nn.Parameter], four_bit: bool) -> list[str]:
     """Refuse a model without adapters and without a weight to train; return notes on frozen weights."""
     if four_bit:
-        raise UserError("fit got 4-bit weights without adapters, which cannot train; add adapters, or pass lora=16")
+        raise UserError(
+            "fit.four-bit-without-adapters",
+            "fit got 4-bit weights without adapters, which cannot train; add adapters, or pass lora=16",
+        )
     if not any(weight.requires_grad for weight in parameters):
-        raise UserError("fit got a model without trainable parameters; add adapters first, or pass lora=16")
+        raise UserError(
+            "fit.nothing-trains", "fit got a model without trainable parameters; add adapters first, or pass lora=16"
+        )
     if all(weight.requires_grad for weight in parameters):
         return []
     return ["some weights are frozen, but the plan counts all as trained, which overestimates memory"]
@@ -489,7 +505,9 @@ def _adapters_to_come(lora: Any) -> Lora:
         return Lora(lora)
     targets = getattr(lora, "target_modules", None) or Lora.target_modules
     if not isinstance(getattr(lora, "r", None), int):
-        raise UserError(f"got lora={lora!r}, expected the rank of the adapters to add, or a peft.LoraConfig")
+        raise UserError(
+            "fit.lora-wrong-type", f"got lora={lora!r}, expected the rank of the adapters to add, or a peft.LoraConfig"
+        )
     rank = max([lora.r, *(getattr(lora, "rank_pattern", None) or {}).values()])
     return Lora(
         rank, targets if isinstance(targets, str) else tuple(sorted(targets)),
@@ -511,7 +529,9 @@ def find_planned_device(model: nn.Module, device: str | torch.device | None, pro
             preset = find_device(device_name_or_size)
             return preset, "cuda" if preset.name in DEVICES else device_type()
     if device is not None and not isinstance(device, torch.device):
-        raise UserError(f"got device={device!r}, expected 'h100', a size such as '80GiB', or a torch device")
+        raise UserError(
+            "device.malformed", f"got device={device!r}, expected 'h100', a size such as '80GiB', or a torch device"
+        )
     if device is None:
         device = next((weight.device for weight in model.parameters()), torch.device("cpu"))
         if device.type in ("cpu", "meta"):  # which a trainer moves to the accelerator
@@ -519,7 +539,9 @@ def find_planned_device(model: nn.Module, device: str | torch.device | None, pro
     if is_accelerator(device):
         return device_here(device.index), device.type
     if device.type != "cpu":
-        raise UserError(f"device {str(device)!r} is not on this machine; pass its memory, such as device='80GiB'")
+        raise UserError(
+            "device.absent", f"device {str(device)!r} is not on this machine; pass its memory, such as device='80GiB'"
+        )
     model_bytes = sum(w.numel() * w.element_size() for w in model.parameters() if w.device.type == "cpu")
     return host_as_device(processes, model_bytes), "cpu"
 
@@ -532,7 +554,10 @@ def host_as_device(processes: int, model_bytes: int = 0) -> Device:
     """
     free = available_host_bytes()
     if not free:
-        raise UserError("this system does not report its free memory; pass it with --fit-memory, or device='16GiB'")
+        raise UserError(
+            "device.memory-unreported",
+            "this system does not report its free memory; pass it with --fit-memory, or device='16GiB'",
+        )
     return Device(
         "this host", free // processes + model_bytes, None, "free memory of the host, divided by its processes"
     )
@@ -557,7 +582,7 @@ def planned_optimizer(name: str, arguments: Any = None) -> str:
     if name not in TRAINER_OPTIMIZERS:
         names = ", ".join([*STATE_BYTES, *(other for other in TRAINER_OPTIMIZERS if other not in STATE_BYTES)])
         shown = repr(name) if isinstance(name, str) else type(name).__name__
-        raise UserError(f"got optimizer {shown}, expected one of {names}, or use seqtile.apply")
+        raise UserError("optimizer.unknown", f"got optimizer {shown}, expected one of {names}, or use seqtile.apply")
     return "sgd-momentum" if name == "sgd" and "momentum" in str(arguments) else TRAINER_OPTIMIZERS[name]
 
 

@@ -253,9 +253,9 @@ def mapped_on(host: Tensor, device: torch.device) -> Tensor:
     try:
         flat = torch.as_tensor(_MappedArray(host), device=device)
     except (RuntimeError, TypeError) as error:
-        raise UserError(f"{_CANNOT_MAP} ({str(error).splitlines()[0]})") from None
+        raise UserError("offload.device-cannot-map", f"{_CANNOT_MAP} ({str(error).splitlines()[0]})") from None
     if flat.data_ptr() != host.data_ptr():
-        raise UserError(_CANNOT_MAP)
+        raise UserError("offload.device-cannot-map", _CANNOT_MAP)
     return _like(flat, 0, host)
 
 
@@ -300,7 +300,7 @@ class HostWeights(Watched):
         module = self.module
         device = _device_of(module)
         if device.type not in ("cpu", "cuda"):
-            raise UserError(_CANNOT_MAP)
+            raise UserError("offload.device-cannot-map", _CANNOT_MAP)
         layers, modules = self._layers()
         weights = [weight for layer in layers for weight in layer]
         chunk_sizes, places = chunks_for(weight.nbytes for weight in weights)
@@ -318,9 +318,10 @@ class HostWeights(Watched):
             _give_back(moved.values(), _device_of_rest(module, moved))
             if isinstance(error, RuntimeError):
                 raise UserError(
+                    "offload.pinned-memory-exhausted",
                     f"offload='weights': the host gives no more than {sum(chunk_sizes[:number]) / 2**30:.3g} GiB of "
                     f"pinned memory, {sum(chunk_sizes) / 2**30:.3g} GiB are needed "
-                    f"({str(error).splitlines()[0]}); leave 'weights' out"
+                    f"({str(error).splitlines()[0]}); leave 'weights' out",
                 ) from None
             raise
         copies = torch.Stream(device) if device.type == "cuda" else None
@@ -374,8 +375,9 @@ class HostWeights(Watched):
             on_meta = any(weight.is_meta for weight in module.parameters())
             instead = "load them first, they are on the meta device" if on_meta else "leave 'weights' out"
             raise UserError(
+                "offload.weights-no-layers",
                 f"offload='weights': {type(module).__name__} has no decoder layers with weights that can wait on the "
-                f"host; {instead}"
+                f"host; {instead}",
             )
         return [weights for weights, _ in pairs], [layer for _, layer in pairs]
 
@@ -401,8 +403,9 @@ class HostWeights(Watched):
     def _check(self, layer: Sequence[HostWeight]) -> None:
         if any(weight.weight.requires_grad for weight in layer):
             raise UserError(
+                "offload.weights-trained",
                 "offload='weights' keeps frozen weights on the host, and a weight of the decoder layers trains; add "
-                "adapters (PEFT) or leave 'weights' out"
+                "adapters (PEFT) or leave 'weights' out",
             )
         if not all(map(HostWeight.is_here, layer)):
             self.warn("other code has replaced weights that waited on the host; they stay where it put them")
@@ -516,8 +519,9 @@ def _check_host(needed: int, freed: int) -> None:
     free = available_host_bytes()
     if free and needed - freed > free:
         raise UserError(
+            "offload.weights-exceed-host-memory",
             f"offload='weights' would pin {needed / 2**30:.3g} GiB of host memory, and "
-            f"{(free + freed) / 2**30:.3g} GiB are free for it; leave 'weights' out, or load the model in 4 bits"
+            f"{(free + freed) / 2**30:.3g} GiB are free for it; leave 'weights' out, or load the model in 4 bits",
         )
 
 
@@ -539,12 +543,14 @@ class HostWeightsTechnique(Technique):
         """
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise UserError(
+                "offload.weights-several-processes",
                 "offload='weights' is for one process: each would pin the weights once more; use fsdp2 or zero3 and "
-                "their own offload"
+                "their own offload",
             )
         if not find_checkpointed(self.model):
             raise UserError(
-                f"{type(self.model).__name__} holds no model of transformers; leave 'weights' out of offload"
+                "offload.weights-model-unsupported",
+                f"{type(self.model).__name__} holds no model of transformers; leave 'weights' out of offload",
             )
 
     def install(self, inside: Collection[str]) -> TechniqueResult:

@@ -137,8 +137,9 @@ class TilingOptions:
             value = getattr(self, name)
             if not _is_only(value):
                 raise UserError(
+                    "only.wrong-type",
                     f"got {name}={value!r}, expected a block's name or pattern, a list of them, or a function of "
-                    "(name, module)"
+                    "(name, module)",
                 )
             if value is not None and not isinstance(value, str) and not callable(value):
                 object.__setattr__(self, name, tuple(value))  # so that records can be compared and hashed
@@ -147,9 +148,9 @@ class TilingOptions:
         try:
             self.tile_rule, self.keep_rule(1)
         except (TypeError, ValueError) as error:
-            raise UserError(str(error)) from None
+            raise UserError("option.malformed", str(error)) from None
         if self.loss not in (None, "tiled"):
-            raise UserError(f"got loss={self.loss!r}, expected 'tiled' or None")
+            raise UserError("option.unknown-choice", f"got loss={self.loss!r}, expected 'tiled' or None")
         _one_of("loss_impl", self.loss_impl, LOSS_KERNELS)
         if self.checkpoint not in (None, "auto"):
             object.__setattr__(self, "checkpoint", _write_checkpoint(_read_checkpoint(self.checkpoint)))
@@ -159,23 +160,27 @@ class TilingOptions:
         try:
             self.loss_rule  # noqa: B018
         except (TypeError, ValueError) as error:
-            raise UserError(str(error).replace("tile=", "loss_tile=", 1)) from None
+            raise UserError("option.malformed", str(error).replace("tile=", "loss_tile=", 1)) from None
         for name in ("heads", "vision"):
             value = getattr(self, name)
             if name == "vision" and isinstance(value, str) and value.isdecimal():  # a flag's
                 value = int(value)
                 object.__setattr__(self, name, value)
             if value not in (None, "auto") and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise UserError(f"got {name}={value!r}, expected 'auto', an int of at least 1, or None")
+                raise UserError(
+                    "option.not-a-count", f"got {name}={value!r}, expected 'auto', an int of at least 1, or None"
+                )
         for name in ("state", "chunk"):
             value = getattr(self, name)
             if isinstance(value, str) and value.isdecimal():  # a flag's
                 value = int(value)
                 object.__setattr__(self, name, value)
             if value not in (None, "auto") and (isinstance(value, bool) or not isinstance(value, int) or value < 2):
-                raise UserError(f"got {name}={value!r}, expected 'auto', an int of at least 2, or None")
+                raise UserError(
+                    "option.not-a-count", f"got {name}={value!r}, expected 'auto', an int of at least 2, or None"
+                )
         if isinstance(self.segment, bool) or not isinstance(self.segment, int) or self.segment < 1:
-            raise UserError(f"got segment={self.segment!r}, expected an int of at least 1")
+            raise UserError("option.not-a-count", f"got segment={self.segment!r}, expected an int of at least 1")
 
     @property
     def tiled(self) -> bool:
@@ -239,8 +244,9 @@ class TilingOptions:
         ]
         if len(of_checkpoints) > 1 or len(words) > 2 or not all(of_checkpoints):
             raise UserError(
+                "offload.malformed",
                 f"got offload={self.offload!r}, expected True or 'checkpoints', a size for them such as '64GB', "
-                "'weights', or both: 'checkpoints+weights'"
+                "'weights', or both: 'checkpoints+weights'",
             )
         return of_checkpoints[0] if of_checkpoints else False, "weights" in words
 
@@ -295,7 +301,9 @@ def check_layers(checkpoint: str | None, layers: int, model: str) -> None:
     """
     counted = sum(count or 0 for _, count in _read_checkpoint(checkpoint))
     if counted > layers:
-        raise UserError(f"checkpoint {checkpoint!r} counts {counted} layers, but {model} has {layers}")
+        raise UserError(
+            "checkpoint.layer-count", f"checkpoint {checkpoint!r} counts {counted} layers, but {model} has {layers}"
+        )
 
 
 def _read_checkpoint(text: str | None) -> list[CheckpointRun]:
@@ -308,8 +316,9 @@ def _read_checkpoint(text: str | None) -> list[CheckpointRun]:
         if name not in (*CHECKPOINT_POLICIES, "none") or not (count.isdecimal() if colon else last):
             names = ", ".join(map(repr, CHECKPOINT_POLICIES))
             raise UserError(
+                "checkpoint.malformed",
                 f"got checkpoint={text!r}, expected one of {names}, 'none', or None; or numbers of layers from the "
-                "last one on, such as 'none:4+attention-saved:20'"
+                "last one on, such as 'none:4+attention-saved:20'",
             )
         policy = None if name == "none" else name
         if count == "" or int(count):
@@ -339,7 +348,9 @@ def _is_only(value: object) -> bool:
 
 def _one_of(name: str, value: object, choices: Sequence[str]) -> None:
     if value not in choices:
-        raise UserError(f"got {name}={value!r}, expected one of {', '.join(map(repr, choices))}")
+        raise UserError(
+            "option.unknown-choice", f"got {name}={value!r}, expected one of {', '.join(map(repr, choices))}"
+        )
 
 
 def _fields() -> tuple[Field[Any], ...]:
@@ -401,7 +412,7 @@ def from_flag(name: str, text: Any) -> Any:
     if text not in flag_values:
         if (mark := WRITTEN[name].other_text) and mark in text:
             return text
-        raise UserError(f"got {name} {text!r}, expected one of {', '.join(flag_values)}")
+        raise UserError("option.unknown-choice", f"got {name} {text!r}, expected one of {', '.join(flag_values)}")
     return flag_values[text]
 
 

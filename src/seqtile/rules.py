@@ -1,7 +1,7 @@
 """Which settings exclude each other: one table for ``apply``, ``train``, ``plan``, the plugins and the callback.
 
-Each of them describes its settings as a :class:`Combination` and calls :func:`check_combination`. A rule is a
-condition and a sentence; the first rule that matches refuses the combination. Nothing here imports torch.
+Each of them describes its settings as a :class:`Combination` and calls :func:`check_combination`. A rule is an
+id, a condition and a sentence; the first rule that matches refuses the combination. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -188,119 +188,124 @@ def heads_divide(heads: int, key_heads: int, ranks: int) -> bool:
     return heads % ranks == 0 and (key_heads % ranks == 0 or ranks % key_heads == 0)
 
 
-Rule = tuple[Callable[[Combination], object], str]
+Rule = tuple[str, Callable[[Combination], object], str]
 
 RULES: tuple[Rule, ...] = (
     # Options alone.
-    (lambda c: c.idle_options,
+    ("blocks.none-with-options", lambda c: c.idle_options,
      "blocks 'none' (tiled_mlp: false, --tile none) tiles nothing, so {c.idle_options} would be ignored; drop one"),
-    (lambda c: c.idle_loss, "{c.idle_loss} needs loss 'tiled'"),
-    (lambda c: c.options.checkpoint == "auto" and not c.chooses,
+    ("loss.options-without-loss", lambda c: c.idle_loss, "{c.idle_loss} needs loss 'tiled'"),
+    ("checkpoint.auto-outside-plan", lambda c: c.options.checkpoint == "auto" and not c.chooses,
      "checkpoint 'auto' is for plans; use 'layer' or 'attention-saved', or drop it"),
-    (lambda c: (c.options.checkpoint or c.options.offload_room) and not c.recomputes,
+    ("checkpoint.recompute-off", lambda c: (c.options.checkpoint or c.options.offload_room) and not c.recomputes,
      "checkpoint and offload need activation checkpointing, which is off; turn it on, or drop them"),
-    (lambda c: c.unverified,
+    ("framework.unverified-options", lambda c: c.unverified,
      "{c.unverified}: not verified with {c.framework}'s trainer, which has its own loss and checkpoints; drop it"),
-    (lambda c: c.options.segment > 1 and c.options.chunk is None,
+    ("segment.without-chunk", lambda c: c.options.segment > 1 and c.options.chunk is None,
      "segment needs chunk; set chunk 'auto', or drop segment"),
-    (lambda c: c.options.chunk and c.options.keep,
+    ("chunk.with-keep", lambda c: c.options.chunk and c.options.keep,
      "keep would save gate and up of every chunk, which chunks are to bound; drop keep or chunk"),
-    (lambda c: c.options.chunk and c.bounded_twice,
+    ("chunk.bounded-twice", lambda c: c.options.chunk and c.bounded_twice,
      "chunk and {c.bounded_twice} both bound what a layer takes; drop one"),
-    (lambda c: c.options.segment > 1 and (c.options.weights_on_host or c.engine in SHARDED),
+    ("segment.streamed-weights", lambda c: c.options.segment > 1 and (c.options.weights_on_host or c.engine in SHARDED),
      "segment {c.options.segment} reads the weights of several layers at a time, which {c.frees_weights} has on the "
      "device one layer at a time; use segment 1"),
     # Other programs that do the same job.
-    (lambda c: c.options.path == "fused" and c.mlp_kernels,
+    ("path.fused-with-other-mlp", lambda c: c.options.path == "fused" and c.mlp_kernels,
      "path 'fused' and {c.mlp_kernels[0]} both replace the MLP; set {c.mlp_kernels[0]}: false, or drop path "
      "(tiled_mlp_use_original_mlp: false)"),
-    (lambda c: c.options.loss and c.losses,
+    ("loss.with-other-loss", lambda c: c.options.loss and c.losses,
      "loss 'tiled' and {c.losses[0]} both compute the loss; set {c.losses[0]}: false, or drop loss"),
-    (lambda c: (c.options.checkpoint or c.options.offload_room) and c.checkpointers,
+    ("checkpoint.with-other-checkpoints",
+     lambda c: (c.options.checkpoint or c.options.offload_room) and c.checkpointers,
      "{c.checkpointers[0]} and checkpoint or offload both decide what activation checkpoints keep; drop one"),
     # A selective checkpoint saves what each tile's products return: all of gate and up, which no backward reads.
-    (lambda c: c.options.tiled and c.product_savers,
+    ("tile.with-saved-products", lambda c: c.options.tiled and c.product_savers,
      "{c.product_savers[0]} saves the products of every tile, so tiling frees nothing; drop it, name only "
      "attention's projections in save_modules, or set tiled_mlp: false"),
-    (lambda c: c.options.offload_room and c.offloaders,
+    ("offload.with-other-offload", lambda c: c.options.offload_room and c.offloaders,
      "offload and {c.offloaders[0]} both offload activations; keep one"),
     # Processes and engines.
-    (lambda c: c.engine == "single" and (c.processes or 1) > 1,
+    ("engine.single-with-processes", lambda c: c.engine == "single" and (c.processes or 1) > 1,
      "engine 'single' is one process, got {c.processes}; use engine ddp, fsdp2, zero2 or zero3"),
-    (lambda c: c.engine == "ddp" and c.processes == 1,
+    ("engine.ddp-alone", lambda c: c.engine == "ddp" and c.processes == 1,
      "engine 'ddp' needs at least 2 processes, got 1; use engine single"),
-    (lambda c: (c.processes or 0) % c.nodes,
+    ("nproc.not-multiple-of-nodes", lambda c: (c.processes or 0) % c.nodes,
      "got {c.processes} processes on {c.nodes} nodes, expected a multiple of {c.nodes} (it counts all nodes)"),
-    (lambda c: c.moved and c.engine not in SHARDED,
+    ("engine-offload.not-sharded", lambda c: c.moved and c.engine not in SHARDED,
      "offload of {c.moved} needs engine zero3 or fsdp2, got {c.engine!r}"),
-    (lambda c: c.engine == "zero2" and "weights" in c.engine_offload,
+    ("engine-offload.zero2-weights", lambda c: c.engine == "zero2" and "weights" in c.engine_offload,
      "offload of weights needs an engine that shards them, got engine 'zero2'; use zero3 or fsdp2"),
-    (lambda c: c.engine == "fsdp2" and len({*c.engine_offload}) == 1,
+    ("engine-offload.fsdp2-partly", lambda c: c.engine == "fsdp2" and len({*c.engine_offload}) == 1,
      "engine 'fsdp2' offloads weights and optimizer together, got {c.moved} only; set both, or use zero3"),
-    (lambda c: c.options.weights_on_host and c.engine not in (None, "single"),
+    ("offload.weights-several-processes", lambda c: c.options.weights_on_host and c.engine not in (None, "single"),
      "offload 'weights' needs engine 'single', got {c.engine!r}; zero3 and fsdp2 have their own (engine_offload)"),
-    (lambda c: c.options.weights_on_host and c.engine is not None and not c.adapters,
+    ("offload.weights-trained", lambda c: c.options.weights_on_host and c.engine is not None and not c.adapters,
      "offload 'weights' needs frozen weights, and every weight trains; train adapters (lora), or drop 'weights'"),
-    (lambda c: c.engine in SHARDED and c.trainer.get("save_on_each_node"),
+    ("trainer.save-on-each-node", lambda c: c.engine in SHARDED and c.trainer.get("save_on_each_node"),
      "trainer.save_on_each_node with engine {c.engine!r} would leave no complete checkpoint on any node; drop it, "
      "and use a shared directory for --output"),
-    (lambda c: c.options.saves_attention and c.why_not_saved, "checkpoint 'attention-saved' {c.why_not_saved}"),
+    ("checkpoint.attention-saved-unsupported",
+     lambda c: c.options.saves_attention and c.why_not_saved, "checkpoint 'attention-saved' {c.why_not_saved}"),
     # Sequences that ranks share.
-    (lambda c: c.sp_size > 1 and c.cp_size > 1,
+    ("sp-size.with-cp-size", lambda c: c.sp_size > 1 and c.cp_size > 1,
      "got both cp_size {c.cp_size} and sp_size {c.sp_size}; use one"),
-    (lambda c: c.cp_size > 1 and c.engine not in (None, "fsdp2"),
+    ("cp-size.needs-fsdp2", lambda c: c.cp_size > 1 and c.engine not in (None, "fsdp2"),
      "{c.split} needs engine fsdp2, got {c.engine!r}"),
-    (lambda c: c.sp_size > 1 and c.engine == "zero2",
+    ("sp-size.with-zero2", lambda c: c.sp_size > 1 and c.engine == "zero2",
      "{c.split} with engine 'zero2' makes gradients {c.sp_size} times too large (DeepSpeed divides by too few "
      "processes); use engine zero3"),
-    (lambda c: c.sp_size > 1 and c.engine not in (None, "zero3"),
+    ("sp-size.needs-zero3", lambda c: c.sp_size > 1 and c.engine not in (None, "zero3"),
      "{c.split} needs engine zero3 (DeepSpeed's Ulysses), got {c.engine!r}"),
-    (lambda c: (c.processes or 0) % max(c.sp_size, c.cp_size),
+    ("nproc.not-multiple-of-split", lambda c: (c.processes or 0) % max(c.sp_size, c.cp_size),
      "got {c.processes} processes, expected a multiple of {c.split}"),
-    (lambda c: (c.max_length or 0) % c.multiple,
+    ("max-length.not-multiple-of-split", lambda c: (c.max_length or 0) % c.multiple,
      "max_length {c.max_length} is not a multiple of {c.multiple}, which {c.split} needs; use --max-length "
      "{c.nearest_length}"),
-    (lambda c: (c.trainer.get("pad_to_multiple_of") or 0) % c.multiple,
+    ("trainer.pad-not-multiple-of-split", lambda c: (c.trainer.get("pad_to_multiple_of") or 0) % c.multiple,
      "trainer.pad_to_multiple_of is not a multiple of {c.multiple}, which {c.split} needs; drop it"),
-    (lambda c: c.cp_size > 1 and c.attention not in (None, "sdpa", "flash"),
+    ("cp-size.needs-sdpa", lambda c: c.cp_size > 1 and c.attention not in (None, "sdpa", "flash"),
      "{c.split} needs PyTorch's attention, got {c.attention!r}; use sdpa"),
-    (lambda c: c.cp_size > 1 and (c.packs or c.packing),
+    ("cp-size.with-packing", lambda c: c.cp_size > 1 and (c.packs or c.packing),
      "{c.split} does not support packing or padding_free (ring attention has no document masks); use 'packing: "
      "false'"),
     # Ulysses drops attention masks; where flash attention would read the documents' ends beside it, DeepSpeed 0.19 asks
     # cu_seq_lens for a second dimension, which TRL's have not, and crashes:
     # https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/runtime/sequence_parallel/ulysses_sp.py
-    (lambda c: c.sp_size > 1 and c.packs,
+    ("sp-size.with-packing", lambda c: c.sp_size > 1 and c.packs,
      "{c.split} with packing or padding_free would let packed documents attend to each other, and crashes under "
      "flash attention; use 'packing: wrapped' or none"),
-    (lambda c: c.cp_size > 1 and c.trainer.get("label_smoothing_factor"),
+    ("cp-size.with-label-smoothing", lambda c: c.cp_size > 1 and c.trainer.get("label_smoothing_factor"),
      "{c.split} does not support label_smoothing_factor: the trainer shifts the labels of each rank's part "
      "separately; drop it"),
-    (lambda c: max(c.sp_size, c.cp_size) > 1 and c.options.chunk is not None,
+    ("chunk.with-sequence-parallel", lambda c: max(c.sp_size, c.cp_size) > 1 and c.options.chunk is not None,
      "{c.split} does not support chunk {c.options.chunk}: each rank has a part of every sequence; drop chunk"),
-    (lambda c: c.cp_size > 1 and c.options.heads is not None,
+    ("heads.with-cp-size", lambda c: c.cp_size > 1 and c.options.heads is not None,
      "{c.split} does not support heads {c.options.heads}: ring attention runs all heads at once; drop heads"),
     # The model.
-    (lambda c: c.max_length and c.model.positions is not None and c.max_length > c.model.positions,
+    ("max-length.beyond-positions",
+     lambda c: c.max_length and c.model.positions is not None and c.max_length > c.model.positions,
      "{c.max_length:,} tokens exceed the {c.model.positions:,} positions of {c.model.name}; use at most "
      "{c.model.positions}{c.model.scaling}"),
-    (lambda c: c.cp_size > 1 and c.model.no_ring, "{c.split} does not support {c.model.name}: {c.model.no_ring}"),
-    (lambda c: c.model.heads and not heads_divide(c.model.heads, c.model.key_heads, c.sp_size),
+    ("cp-size.model-unsupported",
+     lambda c: c.cp_size > 1 and c.model.no_ring, "{c.split} does not support {c.model.name}: {c.model.no_ring}"),
+    ("sp-size.heads-do-not-divide",
+     lambda c: c.model.heads and not heads_divide(c.model.heads, c.model.key_heads, c.sp_size),
      "{c.split} does not support {c.model.name} with {c.model.heads} attention heads and {c.model.key_heads} "
      "key-value heads; use a size that divides {c.model.heads} and divides, or is a multiple of, "
      "{c.model.key_heads}"),
-    (lambda c: c.sp_size > 1 and c.window_length and "flash" not in (c.attention or "flash"),
+    ("sp-size.drops-window", lambda c: c.sp_size > 1 and c.window_length and "flash" not in (c.attention or "flash"),
      "{c.split} with {c.attention!r} attention drops the sliding-window mask ({c.model.window} tokens) of "
      "{c.model.name}; use --max-length {c.window_length}, or attention flash"),
 )  # fmt: skip
-"""Conditions and sentences; the first that matches counts."""
+"""Ids, conditions and sentences; the first that matches counts."""
 
 
-def refused(combination: Combination) -> str | None:
+def refusal(combination: Combination) -> UserError | None:
     """Why a combination cannot run or would ignore a setting; None where it can."""
-    for matches, sentence in RULES:
+    for code, matches, sentence in RULES:
         if matches(combination):
-            return sentence.format(c=combination)
+            return UserError(code, sentence.format(c=combination))
     return None
 
 
@@ -310,5 +315,5 @@ def check_combination(combination: Combination) -> None:
     Raises:
         UserError: the first rule that it breaks.
     """
-    if sentence := refused(combination):
-        raise UserError(sentence)
+    if error := refusal(combination):
+        raise error

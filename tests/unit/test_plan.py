@@ -709,7 +709,7 @@ def test_the_flags_of_a_proposal_set_what_it_changes(
 
     def plan(request: Request, _: int | None, like: Any = None) -> Any:
         asked.append(request)
-        raise UserError("no plan is needed")
+        raise UserError("test.stub", "no plan is needed")
 
     monkeypatch.setattr("seqtile.planner.memory_plan.plan", plan)
     command = ["plan", "--model", str(folder), "--device", "1.5GiB", "--gpus", "4", *flags.split()]
@@ -734,7 +734,7 @@ def test_the_flags_of_other_settings_set_them(
 
     def plan(request: Request, *_: Any, like: Any = None) -> Any:
         asked.append(request)
-        raise UserError("no plan is needed")
+        raise UserError("test.stub", "no plan is needed")
 
     monkeypatch.setattr("seqtile.planner.memory_plan.plan", plan)
     command = ["plan", "--model", str(folder), "--device", "1.5GiB", "--lora", "4", "--checkpoint", "layer"]

@@ -12,7 +12,8 @@ import pytest
 from torch import nn
 from transformers import LlamaConfig
 
-from seqtile import UserError, rules
+from refusals import refused
+from seqtile import rules
 from seqtile.install.apply import apply_options
 from seqtile.integrations import ms_swift
 from seqtile.integrations.axolotl_checks import check_settings
@@ -21,7 +22,7 @@ from seqtile.options import DEFAULTS, TilingOptions
 from seqtile.planner.accelerators import find_device
 from seqtile.planner.request import Request, check_request, check_request_combination
 from seqtile.planner.step_config import Lora
-from seqtile.rules import RULES, Combination, ModelFacts, refused
+from seqtile.rules import RULES, Combination, ModelFacts, check_combination, refusal
 from seqtile.train.recipe import build_recipe, resolve
 
 TILED_LOSS = {"loss": "tiled"}
@@ -33,62 +34,80 @@ def combination(options: dict[str, Any] | None = None, **settings: Any) -> Combi
 
 RING, ULYSSES = {"engine": "fsdp2", "cp_size": 2}, {"engine": "zero3", "sp_size": 2}
 
-REFUSED: list[tuple[Combination, str]] = [
-    (combination({"blocks": "none", "keep": 0.5, "checkpoint": "layer"}), "keep would be ignored"),
-    (combination({"chunk": 64, "keep": 0.5}), "keep would save gate and up of every chunk"),
-    (combination({"loss_tile": 512}), "loss_tile needs loss 'tiled'"),
-    (combination({"checkpoint": "auto"}), "is for plans"),
-    (combination({"offload": True}, recomputes=False), "need activation checkpointing, which is off"),
-    (combination(TILED_LOSS, framework="ms-swift"), "not verified with ms-swift"),
-    (combination({"segment": 2}), "segment needs chunk"),
-    (combination({"chunk": 64, "heads": 1}), "chunk and heads both bound"),
-    (combination({"chunk": 64, "checkpoint": "attention-saved"}), "'attention-saved' both bound"),
-    (combination({"chunk": 64, "checkpoint": "none:2"}), "'none:2' both bound"),
-    (combination({"chunk": 64, "segment": 2}, engine="fsdp2"), "engine 'fsdp2' has on the device one layer at a time"),
+REFUSED: list[tuple[Any, ...]] = [
+    (combination({"blocks": "none", "keep": 0.5, "checkpoint": "layer"}), "blocks.none-with-options", "so keep would"),
+    (combination({"chunk": 64, "keep": 0.5}), "chunk.with-keep"),
+    (combination({"loss_tile": 512}), "loss.options-without-loss", "loss_tile"),
+    (combination({"checkpoint": "auto"}), "checkpoint.auto-outside-plan"),
+    (combination({"offload": True}, recomputes=False), "checkpoint.recompute-off"),
+    (combination(TILED_LOSS, framework="ms-swift"), "framework.unverified-options", "loss"),
+    (combination({"segment": 2}), "segment.without-chunk"),
+    (combination({"chunk": 64, "heads": 1}), "chunk.bounded-twice", "heads"),
+    (combination({"chunk": 64, "checkpoint": "attention-saved"}), "chunk.bounded-twice", "'attention-saved'"),
+    (combination({"chunk": 64, "checkpoint": "none:2"}), "chunk.bounded-twice", "'none:2'"),
+    (combination({"chunk": 64, "segment": 2}, engine="fsdp2"), "segment.streamed-weights", "engine 'fsdp2'"),
     (
         combination({"chunk": 64, "segment": 2, "offload": "weights"}, adapters=True),
-        "offload 'weights' has on the device one layer",
+        "segment.streamed-weights",
+        "offload 'weights'",
     ),
-    (combination({"chunk": 64}, **RING), "does not support chunk 64"),
-    (combination({"path": "fused"}, mlp_kernels=("lora_mlp_kernel",)), "lora_mlp_kernel both replace"),
-    (combination(TILED_LOSS, losses=("cut_cross_entropy",)), "both compute the loss"),
-    (combination({"offload": True}, checkpointers=("activation_offloading",)), "what activation checkpoints keep"),
-    (combination(product_savers=("selective_checkpointing.save: aten::mm",)), "save: aten::mm saves the products"),
-    (combination({"offload": True}, offloaders=("trainer.activation_offloading",)), "both offload activations"),
-    (combination(engine="single", processes=2), "one process, got 2"),
-    (combination(engine="ddp", processes=1), "at least 2 processes"),
-    (combination(engine="zero3", processes=8, nodes=3), "expected a multiple of 3"),
-    (combination(engine="ddp", processes=2, engine_offload=("optimizer",)), "got 'ddp'"),
-    (combination(engine="zero2", engine_offload=("weights",)), "use zero3 or fsdp2"),
-    (combination(engine="fsdp2", engine_offload=("optimizer",)), "weights and optimizer together"),
-    (combination({"offload": "weights"}, engine="zero3", adapters=True), "needs engine 'single'"),
-    (combination({"offload": "weights"}, engine="single"), "every weight trains"),
-    (combination(engine="fsdp2", trainer={"save_on_each_node": True}), "no complete checkpoint on any node"),
-    (combination({"checkpoint": "attention-saved"}, engine="single", attention="eager"), "needs an attention kernel"),
-    (combination({"checkpoint": "attention-saved"}, engine="zero3", adapters=True), "DeepSpeed 0.19.4"),
-    (combination({"checkpoint": "none:1+attention-saved:2"}, **RING), "does not support ring attention"),
-    (combination(engine="fsdp2", sp_size=2, cp_size=2), "got both cp_size"),
-    (combination(engine="zero3", cp_size=2), "needs engine fsdp2"),
-    (combination(engine="zero2", sp_size=2), "gradients 2 times too large"),
-    (combination(engine="fsdp2", sp_size=2), "needs engine zero3"),
-    (combination(engine="single", processes=1, sp_size=2), "needs engine zero3"),
-    (combination(**ULYSSES, processes=3), "got 3 processes, expected a multiple of"),
-    (combination(**RING, processes=3), "got 3 processes, expected a multiple of"),
-    (combination(**ULYSSES, max_length=65), "use --max-length 64"),
-    (combination(**RING, max_length=66), "use --max-length 64"),
-    (combination(**ULYSSES, trainer={"pad_to_multiple_of": 3}), "multiple of 2"),
-    (combination(**RING, trainer={"pad_to_multiple_of": 2}), "multiple of 4"),
-    (combination(**RING, attention="eager"), "PyTorch's attention"),
-    *((combination(**RING, packing=packing), "has no document masks") for packing in (True, "wrapped")),
-    *((combination(**RING, trainer={key: True}), "has no document masks") for key in ("padding_free", "eval_packing")),
-    *((combination(**ULYSSES, packing=packing), "attend to each other") for packing in (True, "bfd")),
+    (combination({"chunk": 64}, **RING), "chunk.with-sequence-parallel", "cp_size 2"),
+    (combination({"path": "fused"}, mlp_kernels=("lora_mlp_kernel",)), "path.fused-with-other-mlp", "lora_mlp_kernel"),
+    (combination(TILED_LOSS, losses=("cut_cross_entropy",)), "loss.with-other-loss", "cut_cross_entropy"),
+    (combination({"offload": True}, checkpointers=("activation_offloading",)), "checkpoint.with-other-checkpoints"),
+    (
+        combination(product_savers=("selective_checkpointing.save: aten::mm",)),
+        "tile.with-saved-products",
+        "save: aten::mm",
+    ),
+    (combination({"offload": True}, offloaders=("trainer.activation_offloading",)), "offload.with-other-offload"),
+    (combination(engine="single", processes=2), "engine.single-with-processes"),
+    (combination(engine="ddp", processes=1), "engine.ddp-alone"),
+    (combination(engine="zero3", processes=8, nodes=3), "nproc.not-multiple-of-nodes", "multiple of 3"),
+    (combination(engine="ddp", processes=2, engine_offload=("optimizer",)), "engine-offload.not-sharded", "'ddp'"),
+    (combination(engine="zero2", engine_offload=("weights",)), "engine-offload.zero2-weights"),
+    (combination(engine="fsdp2", engine_offload=("optimizer",)), "engine-offload.fsdp2-partly", "optimizer only"),
+    (combination({"offload": "weights"}, engine="zero3", adapters=True), "offload.weights-several-processes"),
+    (combination({"offload": "weights"}, engine="single"), "offload.weights-trained"),
+    (combination(engine="fsdp2", trainer={"save_on_each_node": True}), "trainer.save-on-each-node"),
+    (
+        combination({"checkpoint": "attention-saved"}, engine="single", attention="eager"),
+        "checkpoint.attention-saved-unsupported",
+        "an attention kernel",
+    ),
+    (
+        combination({"checkpoint": "attention-saved"}, engine="zero3", adapters=True),
+        "checkpoint.attention-saved-unsupported",
+        "DeepSpeed 0.19.4",
+    ),
+    (
+        combination({"checkpoint": "none:1+attention-saved:2"}, **RING),
+        "checkpoint.attention-saved-unsupported",
+        "cp_size 2",
+    ),
+    (combination(engine="fsdp2", sp_size=2, cp_size=2), "sp-size.with-cp-size"),
+    (combination(engine="zero3", cp_size=2), "cp-size.needs-fsdp2"),
+    (combination(engine="zero2", sp_size=2), "sp-size.with-zero2", "2 times"),
+    (combination(engine="fsdp2", sp_size=2), "sp-size.needs-zero3"),
+    (combination(engine="single", processes=1, sp_size=2), "sp-size.needs-zero3"),
+    (combination(**ULYSSES, processes=3), "nproc.not-multiple-of-split"),
+    (combination(**RING, processes=3), "nproc.not-multiple-of-split"),
+    (combination(**ULYSSES, max_length=65), "max-length.not-multiple-of-split", "--max-length 64"),
+    (combination(**RING, max_length=66), "max-length.not-multiple-of-split", "--max-length 64"),
+    (combination(**ULYSSES, trainer={"pad_to_multiple_of": 3}), "trainer.pad-not-multiple-of-split", "multiple of 2"),
+    (combination(**RING, trainer={"pad_to_multiple_of": 2}), "trainer.pad-not-multiple-of-split", "multiple of 4"),
+    (combination(**RING, attention="eager"), "cp-size.needs-sdpa"),
+    *((combination(**RING, packing=packing), "cp-size.with-packing") for packing in (True, "wrapped")),
+    *((combination(**RING, trainer={key: True}), "cp-size.with-packing") for key in ("padding_free", "eval_packing")),
+    *((combination(**ULYSSES, packing=packing), "sp-size.with-packing") for packing in (True, "bfd")),
     *(
-        (combination(**ULYSSES, trainer={key: True}), "attend to each other")
+        (combination(**ULYSSES, trainer={key: True}), "sp-size.with-packing")
         for key in ("padding_free", "eval_packing")
     ),
-    (combination(**RING, trainer={"label_smoothing_factor": 0.1}), "shifts the labels"),
-    (combination({"heads": 1}, **RING), "ring attention runs all heads at once"),
+    (combination(**RING, trainer={"label_smoothing_factor": 0.1}), "cp-size.with-label-smoothing"),
+    (combination({"heads": 1}, **RING), "heads.with-cp-size"),
 ]
+"""A combination, the id of its refusal, and values in the sentence."""
 
 ALLOWED = [
     combination(),
@@ -168,7 +187,7 @@ DOORS: dict[str, tuple[Callable[[Combination], None], set[str]]] = {
 
 def of_doors() -> list[Any]:
     cases = []
-    for asked, words in REFUSED:
+    for asked, code, *_ in REFUSED:
         said = {
             field.name for field in fields(asked) if getattr(asked, field.name) != getattr(Combination(), field.name)
         }
@@ -180,9 +199,9 @@ def of_doors() -> list[Any]:
                 case = replace(asked, engine="single") if needs_engine else asked
                 case = replace(case, framework="ms-swift") if name == "ms-swift" else case
                 case = replace(case, engine=None) if name == "callback" else case
-                if refused(case) is None:  # the callback does not see the engine
+                if refusal(case) is None:  # the callback does not see the engine
                     continue
-                cases.append(pytest.param(door, case, id=f"{name}-{words}"))
+                cases.append(pytest.param(door, case, id=f"{name}-{code}"))
     return cases
 
 
@@ -191,42 +210,46 @@ def old_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rules, "package_version", lambda _: "0.19.3")
 
 
-@pytest.mark.parametrize(("asked", "words"), REFUSED, ids=[words for _, words in REFUSED])
-def test_refused(asked: Combination, words: str) -> None:
-    sentence = refused(asked)
-    assert sentence is not None and words in sentence and "\n" not in sentence
+@pytest.mark.parametrize("case", REFUSED, ids=[code for _, code, *_ in REFUSED])
+def test_refused(case: tuple[Any, ...]) -> None:
+    asked, code, *values = case
+    with refused(code, *values) as raised:
+        check_combination(asked)
+    assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize(("door", "asked"), of_doors())
 def test_every_door_refuses_it_with_the_same_sentence(door: Callable[[Combination], None], asked: Combination) -> None:
-    with pytest.raises(UserError) as caught:
+    expected = refusal(asked)
+    assert expected is not None
+    with refused(expected.code, str(expected)):
         door(asked)
-    assert str(caught.value).removeprefix("--seqtile: ") == refused(asked)
 
 
 @pytest.mark.parametrize("asked", ALLOWED)
 def test_allowed(asked: Combination) -> None:
-    assert refused(asked) is None
+    assert refusal(asked) is None
 
 
-@pytest.mark.parametrize(
-    ("settings", "facts", "words"),
-    [
-        ({"max_length": 65}, {"positions": 64}, "65 tokens exceed the 64 positions"),
-        (ULYSSES, {"heads": 6, "key_heads": 3}, "6 attention heads and 3 key-value heads"),
-        (RING, {"no_ring": "it has windows"}, "does not support the model: it has windows"),
-        ({**ULYSSES, "max_length": 64, "attention": "sdpa"}, {"window": 33}, "use --max-length 32"),
-    ],
-)
-def test_models(settings: dict[str, Any], facts: dict[str, Any], words: str) -> None:
+MODELS: list[tuple[Any, ...]] = [
+    ({"max_length": 65}, {"positions": 64}, "max-length.beyond-positions", "65 tokens"),
+    (ULYSSES, {"heads": 6, "key_heads": 3}, "sp-size.heads-do-not-divide", "6 attention heads and 3 key-value heads"),
+    (RING, {"no_ring": "it has windows"}, "cp-size.model-unsupported", "it has windows"),
+    ({**ULYSSES, "max_length": 64, "attention": "sdpa"}, {"window": 33}, "sp-size.drops-window", "--max-length 32"),
+]
+
+
+@pytest.mark.parametrize("case", MODELS, ids=[code for _, _, code, _ in MODELS])
+def test_models(case: tuple[Any, ...]) -> None:
+    settings, facts, code, value = case
     asked = combination(**settings)
-    assert refused(asked) is None
-    assert words in str(refused(replace(asked, model=ModelFacts(**facts))))
+    check_combination(asked)
+    with refused(code, value):
+        check_combination(replace(asked, model=ModelFacts(**facts)))
 
 
 def test_every_rule_has_a_case() -> None:
-    first = {next(rule for rule, (matches, _) in enumerate(RULES) if matches(asked)) for asked, _ in REFUSED}
-    assert first == set(range(len(RULES) - 4)), "the last four are of models"
+    assert {code for code, _, _ in RULES} == {code for _, code, *_ in REFUSED} | {code for _, _, code, _ in MODELS}
 
 
 def test_adapters_need_reentrant_checkpoints_of_old_deepspeed_under_zero3_only(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,7 +108,11 @@ def run_stand_ins(folder: Path, monkeypatch: pytest.MonkeyPatch, *ends: str) -> 
 @pytest.mark.parametrize(
     ("ends", "kind", "words"),
     [
-        (("RuntimeError: [gloo] closed by peer", "UserError: rank 1 refuses"), UserError, "^rank 1 refuses$"),
+        (
+            ("RuntimeError: [gloo] closed by peer", "RankRefused: rank.refuses: rank 1 refuses"),
+            UserError,
+            "^rank 1 refuses$",
+        ),
         (("hang", "RuntimeError: planted"), RunError, "rank 1 failed first:\nTraceback of rank 1"),
         (("hang", "killed"), RunError, "rank 1 was ended by SIGKILL without an error.*--resume continues"),
         (

@@ -395,7 +395,7 @@ def test_a_fit_plans_the_pictures_of_the_largest_row(case: str, folder: Path, mo
 
     def choose(request: Any, max_length: int, *_: Any, **__: Any) -> None:
         asked.append((request, max_length))
-        raise UserError("no choice")
+        raise UserError("test.stub", "no choice")
 
     monkeypatch.setattr(fit, "choose", choose)
     row, files = READ[case][0], READ[case][2]
@@ -443,7 +443,7 @@ def test_a_fit_of_text_is_made_by_a_model_for_pictures_too(folder: Path, monkeyp
 
     def choose(*args: Any, **_: Any) -> None:
         asked.append(args)
-        raise UserError("no choice")
+        raise UserError("test.stub", "no choice")
 
     monkeypatch.setattr(fit, "choose", choose)
     for text in (said("who?", images=[]), {"prompt": "who?", "completion": "the cat."}, chat(TEXT), {"text": "who?"}):

@@ -196,12 +196,15 @@ def _choose_blocks(model: nn.Module, options: TilingOptions) -> tuple[list[Candi
             continue
         for module in left:
             if any(fnmatchcase(module.name, pattern) for pattern in unmatched):
-                raise UserError(f"{option}={unmatched!r} matches {module}, which cannot be tiled: {module.why}")
-        raise UserError(_nothing(model, blocks, left, f"{option}={unmatched!r}"))
+                raise UserError(
+                    "only.cannot-be-tiled",
+                    f"{option}={unmatched!r} matches {module}, which cannot be tiled: {module.why}",
+                )
+        raise _nothing(model, blocks, left, f"{option}={unmatched!r}")
     if not chosen:
         nothing = _nothing(model, blocks, left, f"only={only!r}")
         if not any(module.unproven and not module.custom for module in left):
-            raise UserError(nothing)
+            raise nothing
         logger.warning("%s", nothing)
     return blocks, chosen, left
 
@@ -214,8 +217,9 @@ def refuse_tiled_by_unsloth(model: nn.Module) -> None:
     """
     if theirs := next((type(module).__name__ for module in model.modules() if is_tiled_by_unsloth(module)), ""):
         raise UserError(
+            "unsloth.tiles-already",
             f"Unsloth's own tiled MLP already runs {theirs}; load the model with unsloth_tiled_mlp=False and "
-            "without UNSLOTH_TILED_MLP, or drop this call"
+            "without UNSLOTH_TILED_MLP, or drop this call",
         )
 
 
@@ -254,13 +258,16 @@ def _tile(model: nn.Module, block: Candidate, keep: KeepRule, options: TilingOpt
     mark_leaf(installed[0].module)
     fused = installed[0].falls_back
     if options.path == "fused" and not fused:
-        raise UserError(f"path='fused' does not support {block.name}: {not_fused}; use path='auto' or only=")
+        raise UserError(
+            "path.fused-unsupported",
+            f"path='fused' does not support {block.name}: {not_fused}; use path='auto' or only=",
+        )
     shape = _expected_shape(setting, block, fused)
     if rule.kind == "memory":
         try:
             rule.tokens_per_tile(0, shape)
         except ValueError as error:
-            raise UserError(f"{block.name}: {error}") from None
+            raise UserError("tile.memory-too-small", f"{block.name}: {error}") from None
     return Block(
         block.name, type(module).__name__, block.kind, "fused" if fused else "generic", block.hidden,
         block.intermediate, together, rule.describe(shape), why, not_fused,
@@ -294,7 +301,7 @@ def _operator(model: nn.Module, block: Candidate, layer: nn.Module, neighbours: 
         mode = expected_mode(chain, block.hidden)
         proof = block.proof if neighbours == block.neighbours else prove(chain, mode, trusted=block.trusted)
     if proof.why_not:
-        raise UserError(f"{block.name}: {proof.why_not}; exclude it with only=")
+        raise UserError("blocks.unproven-with-neighbours", f"{block.name}: {proof.why_not}; exclude it with only=")
     if isinstance(proof.formula, str):
         return proof.how, proof.formula
     weights = proof.formula.weights(chain, mode.inputs[0][1])
@@ -331,16 +338,17 @@ def _matches(only: Only, name: str, module: nn.Module) -> bool:
     return any(name == pattern or fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _nothing(model: nn.Module, blocks: list[Candidate], left: list[Left], argument: str) -> str:
+def _nothing(model: nn.Module, blocks: list[Candidate], left: list[Left], argument: str) -> UserError:
     name = type(model).__name__
     if blocks:
         first = ", ".join(block.name for block in blocks[:3])
         others = f" and {len(blocks) - 3} more" if len(blocks) > 3 else ""
-        return f"{argument} matches no block of {name}; its blocks are {first}{others}"
+        return UserError("only.no-match", f"{argument} matches no block of {name}; its blocks are {first}{others}")
     refusals = "; ".join(f"{module}: {module.why}" for module in left[:3])
     classes = ", ".join(sorted({type(module).__name__ for module in model.modules()})[:12])
-    return (
-        f"nothing to tile in {name}: looked for {LOOKED_FOR}; found "
-        f"{refusals or f'none among its modules ({classes})'}; name a block with only=, or use blocks='none' (plan: "
-        "--tile none, train: --tiled-mlp false)"
+    found = refusals or f"none among its modules ({classes})"
+    return UserError(
+        "blocks.nothing-to-tile",
+        f"nothing to tile in {name}: looked for {LOOKED_FOR}; found {found}; name a block with only=, or use "
+        "blocks='none' (plan: --tile none, train: --tiled-mlp false)",
     )

@@ -375,10 +375,11 @@ class HostMemory:
         budget = free // ranks + pinned
         if free and whole > budget:
             raise UserError(
+                "offload.exceeds-host-memory",
                 f"offload needs {whole / 2**30:.3g} GiB of host memory ({count} layer inputs of "
                 f"{each / 2**30:.3g} GiB), but each of the {ranks} ranks on this host has {budget / 2**30:.3g} "
                 "GiB; use shorter sequences, more ranks per sequence, or offload a part: "
-                f"offload='{budget // 2**20}MiB'"
+                f"offload='{budget // 2**20}MiB'",
             )
         self._checked = each
 

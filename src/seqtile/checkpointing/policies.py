@@ -50,14 +50,16 @@ def check_checkpointing(model: nn.Module, policy: str | None, offload: bool | in
         return
     if prompt := cached_prompt(model):  # PEFT refuses it too, but only where checkpointing is on before the prompt
         raise UserError(
+            "checkpoint.with-prompt-tuning",
             f"PEFT's {prompt} passes its prompt as a key-value cache, which checkpointed layers drop; drop checkpoint "
-            "and offload"
+            "and offload",
         )
     models = find_checkpointed(model)
     if not models:
         raise UserError(
+            "checkpoint.model-unsupported",
             f"{type(model).__name__} has no transformers model with activation checkpointing; drop checkpoint and "
-            "offload"
+            "offload",
         )
     chosen = [module for _, module in split_frozen(models)[0]]
     for module in chosen if by_layer(policy) else []:
@@ -66,12 +68,14 @@ def check_checkpointing(model: nn.Module, policy: str | None, offload: bool | in
     if saves_attention(policy) and plain is not None:
         if not attention_is_exchangeable(type(plain)):
             raise UserError(
+                "checkpoint.attention-saved-no-kernel",
                 "checkpoint='attention-saved' saves the output of an attention kernel, but this model has no "
-                "attention layers or computes attention in its own code; use checkpoint='layer'"
+                "attention layers or computes attention in its own code; use checkpoint='layer'",
             )
         raise UserError(
+            "checkpoint.attention-saved-eager",
             "checkpoint='attention-saved' needs an attention kernel, got attn_implementation='eager'; load the "
-            "model with attn_implementation='sdpa'"
+            "model with attn_implementation='sdpa'",
         )
     for module in chosen:
         for inner in module.modules():
@@ -82,11 +86,14 @@ def check_checkpointing(model: nn.Module, policy: str | None, offload: bool | in
 def _refuse_conflict(function: Any, policy: str | None, offload: bool | int) -> None:
     """Raise if a layer's checkpoint function cannot run with this policy."""
     if offload and getattr(function, "func", function) is not checkpoint:
-        raise UserError("both seqtile's offload and gradient_checkpointing_kwargs' offload are on; drop one")
+        raise UserError(
+            "offload.given-twice", "both seqtile's offload and gradient_checkpointing_kwargs' offload are on; drop one"
+        )
     if saves_attention(policy) and getattr(function, "keywords", {}).get("use_reentrant"):
         raise UserError(
+            "checkpoint.attention-saved-reentrant",
             "checkpoint='attention-saved' needs non-reentrant activation checkpointing, got use_reentrant=True; use "
-            "use_reentrant=False"
+            "use_reentrant=False",
         )
 
 

@@ -31,7 +31,8 @@ class ChunksTechnique(ForwardsTechnique):
         """
         if not decoder_layers(self.model):
             raise UserError(
-                f"chunk={self.options.chunk!r}: {type(self.model).__name__} has no decoder layers; drop chunk"
+                "chunk.no-layers",
+                f"chunk={self.options.chunk!r}: {type(self.model).__name__} has no decoder layers; drop chunk",
             )
 
     def install(self, inside: Collection[str]) -> TechniqueResult:

@@ -257,8 +257,9 @@ class ChunkForward(Installed):
         """Raise: the layer cannot share its chunks with the one before it, or behind it."""
         self.segment.take()
         raise UserError(
+            "segment.layers-apart",
             f"segment={self.segment.layers}: {self.chunk.name} ({type(self.module).__name__}) cannot be in one "
-            f"segment with the layer {side} it: {why}; use segment=1"
+            f"segment with the layer {side} it: {why}; use segment=1",
         )
 
     def _hooked(self, call: ChunkedCall) -> str:

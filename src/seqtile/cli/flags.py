@@ -123,6 +123,9 @@ def options_of(flags: Mapping[str, Any]) -> TilingOptions:
     values = {name: from_flag(name, value) for name, value in flags.items()}
     if values.get("tile") == "none":
         if values.get("blocks", "auto") != "auto":
-            raise UserError("got --blocks with --tile none, which tiles nothing; drop --blocks or --tile none")
+            raise UserError(
+                "blocks.with-tile-none",
+                "got --blocks with --tile none, which tiles nothing; drop --blocks or --tile none",
+            )
         values.update(tile=DEFAULTS["tile"], blocks="none")
     return TilingOptions(**values)

@@ -138,13 +138,15 @@ def _with_choice(request: Request, max_length: int | None) -> tuple[Request, Pla
 def _check_flags(flags: PlanFlags) -> None:
     """Refuse flags that exclude each other, and a recipe that cannot be written."""
     if flags.full and (flags.lora is not None or flags.qlora):
-        raise UserError("got --full with --lora or --qlora; use one")
+        raise UserError("plan.full-with-lora", "got --full with --lora or --qlora; use one")
     if flags.max_length is not None and flags.max_length < 2:
-        raise UserError(f"got --max-length {flags.max_length}, expected at least 2 tokens")
+        raise UserError("max-length.too-small", f"got --max-length {flags.max_length}, expected at least 2 tokens")
     if flags.recipe is not None and not Path(flags.recipe).expanduser().parent.is_dir():
-        raise UserError(f"--recipe {flags.recipe!r}: its directory does not exist; create it first")
+        raise UserError(
+            "plan.recipe-directory-missing", f"--recipe {flags.recipe!r}: its directory does not exist; create it first"
+        )
     if flags.recipe is not None and Path(flags.recipe).expanduser().is_dir():
-        raise UserError(f"--recipe {flags.recipe!r} is a directory, expected a file name")
+        raise UserError("plan.recipe-is-directory", f"--recipe {flags.recipe!r} is a directory, expected a file name")
     _size_of(flags)
 
 
@@ -197,15 +199,18 @@ def _request(flags: PlanFlags, settings: dict[str, Any], policy: dict[str, Any] 
     if any(number is not None for number in (flags.images, flags.image_tokens, flags.frames)):
         pictures = read_pictures(config, flags.images, _size_of(flags), flags.image_tokens, flags.frames)
     elif settings["options"].vision is not None:
-        raise UserError("--vision cuts pictures or frames into groups; add --images N or --frames N")
+        raise UserError(
+            "vision.without-images", "--vision cuts pictures or frames into groups; add --images N or --frames N"
+        )
     request = Request(
         model=flags.model, config=config, **settings, lora=lora, grpo=None if policy is None else Grpo(**policy),
         pictures=pictures, rope_scaling=rope_scaling, own_positions=own_positions,
     )  # fmt: skip
     if flags.recipe is not None and not request.has_recipe:
         raise UserError(
+            "plan.recipe-with-grpo",
             "--recipe writes a recipe for seqtile train, which trains no policy; drop it, and use the settings with "
-            "seqtile.apply and TRL's trainer"
+            "seqtile.apply and TRL's trainer",
         )
     return request
 
@@ -225,23 +230,30 @@ def status(quiet: bool, message: str) -> Iterator[Callable[[str], None]]:
 def _size_of(flags: PlanFlags) -> tuple[int, int] | None:
     """(height, width) from ``--image-size`` or ``--frame-size``."""
     if flags.image_tokens is not None and (flags.images is not None or flags.image_size is not None):
-        raise UserError("got --image-tokens with --images or --image-size; use either")
+        raise UserError("images.tokens-with-images", "got --image-tokens with --images or --image-size; use either")
     if flags.frames is not None and (flags.images is not None or flags.image_tokens is not None):
-        raise UserError("got --frames with --images or --image-tokens; use either")
+        raise UserError("frames.with-images", "got --frames with --images or --image-tokens; use either")
     numbers = {"--images": flags.images, "--image-tokens": flags.image_tokens, "--frames": flags.frames}
     for name, number in numbers.items():
         if number is not None and not 0 < number < 2**27:
-            raise UserError(f"got {name} {number}, expected at least 1 and fewer than {2**27:,}")
+            raise UserError(
+                "images.count-out-of-range", f"got {name} {number}, expected at least 1 and fewer than {2**27:,}"
+            )
     sizes = ("--image-size", flags.image_size, "--images"), ("--frame-size", flags.frame_size, "--frames")
     result = None
     for name, size, count in sizes:
         if size is None:
             continue
         if numbers[count] is None:
-            raise UserError(f"{name} needs the number of {count.removeprefix('--')} per sequence; add {count} N")
+            raise UserError(
+                "images.size-without-count",
+                f"{name} needs the number of {count.removeprefix('--')} per sequence; add {count} N",
+            )
         sides = re.fullmatch(r"([1-9][0-9]{0,4})[xX]([1-9][0-9]{0,4})", size, re.ASCII)
         if sides is None:
-            raise UserError(f"got {name} {size!r}, expected height and width in pixels, such as 1024x768")
+            raise UserError(
+                "images.size-malformed", f"got {name} {size!r}, expected height and width in pixels, such as 1024x768"
+            )
         result = int(sides[1]), int(sides[2])
     return result
 
@@ -253,22 +265,28 @@ def _policy_of(flags: PlanFlags) -> dict[str, Any] | None:
     if flags.options.get("loss") != "grpo":
         for name in ("group_size", "shared_prompt", "reference", "generator", "generator_memory"):
             if getattr(flags, name) not in (None, False):
-                raise UserError(f"--{name.replace('_', '-')} is for GRPO; add --loss grpo or drop it")
+                raise UserError(
+                    "grpo.flag-without-grpo", f"--{name.replace('_', '-')} is for GRPO; add --loss grpo or drop it"
+                )
         return None
     where = "server" if flags.generator is None else flags.generator
     if where not in GENERATORS:
-        raise UserError(f"got generator {where!r}, expected one of {', '.join(GENERATORS)}")
+        raise UserError("generator.unknown", f"got generator {where!r}, expected one of {', '.join(GENERATORS)}")
     if flags.generator_memory is not None and where not in ("colocate", "sleep"):
         raise UserError(
+            "generator.memory-without-generator",
             f"--generator-memory needs a generator on the device, got generator {where!r}; add --generator colocate "
-            "or sleep"
+            "or sleep",
         )
     group = 8 if flags.group_size is None else flags.group_size
     if group < 2:
-        raise UserError(f"got group size {group}, expected at least 2 completions per prompt")
+        raise UserError("grpo.group-too-small", f"got group size {group}, expected at least 2 completions per prompt")
     prompt = 0 if flags.shared_prompt is None else flags.shared_prompt
     if flags.shared_prompt is not None and not 0 < prompt < 2**27:
-        raise UserError(f"got --shared-prompt {prompt}, expected at least 1 and fewer than {2**27:,} tokens")
+        raise UserError(
+            "grpo.shared-prompt-out-of-range",
+            f"got --shared-prompt {prompt}, expected at least 1 and fewer than {2**27:,} tokens",
+        )
     memory = generator_fraction(flags.generator_memory)
     return {"group": group, "prompt": prompt, "reference": flags.reference, "generator": where, "memory": memory}
 
@@ -287,8 +305,9 @@ def generator_fraction(text: str | None) -> float | None:
         good = fraction > 1
     if not good:
         raise UserError(
+            "generator.memory-malformed",
             f"got --generator-memory {text!r}, expected a fraction of the device's memory such as 0.3, or a size such "
-            "as 24GiB"
+            "as 24GiB",
         )
     return fraction
 
@@ -302,7 +321,9 @@ def parse_adapters(text: str) -> Lora:
     try:
         adapters = LoraRecipe(**parse_lora(text))
     except (ValidationError, ValueError):
-        raise UserError(f"got --lora {text!r}, expected a rank such as 16 or 'r=16,alpha=32,dropout=0.05'") from None
+        raise UserError(
+            "lora.malformed", f"got --lora {text!r}, expected a rank such as 16 or 'r=16,alpha=32,dropout=0.05'"
+        ) from None
     from seqtile.planner.step_config import Lora
 
     return Lora(adapters.r, adapters.target_modules, adapters.alpha, adapters.dropout)
@@ -330,5 +351,7 @@ def host_bytes(text: str | None) -> int | None:
         return None
     size = parse_bytes(text)
     if not size or not text.strip()[-1].isalpha():
-        raise UserError(f"got --host-memory {text!r}, expected a size such as 512GiB or 1TiB")
+        raise UserError(
+            "plan.host-memory-malformed", f"got --host-memory {text!r}, expected a size such as 512GiB or 1TiB"
+        )
     return size

@@ -110,16 +110,19 @@ def command(flags: TrainFlags) -> None:
     nodes = _find_nodes(flags, launched)
     given, values = flags.settings(), read_recipe(flags.recipe) if flags.recipe else {}
     if flags.resume and flags.overwrite:
-        raise UserError("got both --resume and --overwrite; use one")
+        raise UserError("resume.with-overwrite", "got both --resume and --overwrite; use one")
     if flags.resume_from and not flags.resume:
-        raise UserError(f"--from-checkpoint {flags.resume_from!r} needs --resume")
+        raise UserError(
+            "resume.from-checkpoint-without-resume", f"--from-checkpoint {flags.resume_from!r} needs --resume"
+        )
     if flags.trust_checkpoint and not flags.resume:
-        raise UserError("--trust-checkpoint needs --resume")
+        raise UserError("resume.trust-without-resume", "--trust-checkpoint needs --resume")
     recipe, notes = resumed_recipe(values, given) if flags.resume else build_recipe(values, given)
     require_packages()
     if nodes is not None and recipe.engine == "single":
         raise UserError(
-            f"engine 'single' is one process, got {nodes.count} nodes; use --engine ddp, fsdp2, zero2 or zero3"
+            "engine.single-on-several-nodes",
+            f"engine 'single' is one process, got {nodes.count} nodes; use --engine ddp, fsdp2, zero2 or zero3",
         )
     check_early(resolve(recipe))
     how: dict[str, Any] = {name: getattr(flags, name) for name in
@@ -149,12 +152,17 @@ def _find_nodes(flags: TrainFlags, launched: bool) -> Nodes | None:
         for name in ("nodes", "node_rank", "rendezvous", "wait_nodes"):
             if getattr(flags, name) is not None:
                 flag = f"--{name.replace('_', '-')}"
-                raise UserError(f"got {flag} under a launcher, which sets the nodes itself; drop {flag}")
+                raise UserError(
+                    "nodes.flag-under-launcher",
+                    f"got {flag} under a launcher, which sets the nodes itself; drop {flag}",
+                )
     nodes = None if launched else find_nodes(flags.nodes, flags.node_rank, flags.rendezvous)
     if nodes is not None:  # before torch is imported: its store prints stack traces of a lost connection
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     elif flags.wait_nodes:
-        raise UserError(f"got --wait-nodes {flags.wait_nodes:g} with a single node; drop it")
+        raise UserError(
+            "nodes.wait-on-single-node", f"got --wait-nodes {flags.wait_nodes:g} with a single node; drop it"
+        )
     return nodes
 
 
@@ -168,8 +176,9 @@ def _start(
 
     if launched and recipe.on_oom == "retry" and recipe.engine != "single":
         raise UserError(
+            "on-oom.retry-under-launcher",
             "--on-oom retry restarts the processes, which an external launcher does not allow; use seqtile train "
-            f"--engine {recipe.engine}, or drop it"
+            f"--engine {recipe.engine}, or drop it",
         )
     with handle_signals(stop_signals(), stop_at_once):
         if recipe.engine != "single" and not launched:
@@ -204,7 +213,9 @@ def recipe_options(flags: Mapping[str, Any]) -> dict[str, Any]:
     """The recipe's keys that the flags of options give; ``--tile none`` tiles nothing, as for ``seqtile plan``."""
     keys = {name: from_flag(name, value) for name, value in flags.items()}
     if keys.get("loss", "tiled") is None:
-        raise UserError("got --loss full, but seqtile train always computes the loss in tiles; drop it")
+        raise UserError(
+            "loss.full-in-train", "got --loss full, but seqtile train always computes the loss in tiles; drop it"
+        )
     if "checkpoint" in keys:
         keys["checkpoint"] = keys["checkpoint"] or "none"
     if keys.get("tile") == "none":

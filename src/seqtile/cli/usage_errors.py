@@ -42,9 +42,9 @@ def _one_sentence(root: Any = None) -> Iterator[None]:
         command = getattr(root, "invoked_subcommand", None)  # the parser of its flags names no context
         path = f"seqtile {command or ''}".strip() if context is None else context.command_path
         if type(error).__name__ == "NoSuchOption":
-            raise UserError(_unknown(str(error.option_name), path, context)) from None
+            raise UserError("flag.unknown", _unknown(str(error.option_name), path, context)) from None
         message = error.format_message().strip().rstrip(".").replace(". Did you", ", did you")
-        raise UserError(f"{message[:1].lower()}{message[1:]}; see {path} --help") from None
+        raise UserError("flag.malformed", f"{message[:1].lower()}{message[1:]}; see {path} --help") from None
 
 
 def _unknown(flag: str, path: str, context: Any) -> str:

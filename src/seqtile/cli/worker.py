@@ -17,7 +17,7 @@ from pathlib import Path
 import typer
 
 from seqtile._compat import end_process
-from seqtile._errors import note_fault
+from seqtile._errors import UserError, note_fault
 from seqtile._log import process_rank
 from seqtile.train.atomic_files import write_whole
 from seqtile.train.signals import stop_at_once
@@ -50,6 +50,10 @@ def main(folder: Path) -> int:
             write_whole(folder / RETRY_FILE, json.dumps({"retry": retry, "done": getattr(error, "done", [])}))
         if isinstance(error, Exception):
             note_fault(error)
+        if isinstance(error, UserError):
+            from seqtile.train.launch import RankRefused
+
+            error = RankRefused(f"{error.code}: {error}")
         errors.record_exception(error)
         return 1
     return 0

@@ -23,7 +23,7 @@ def check_build_locks() -> None:
         UserError: names the file to remove.
     """
     for lock in stale_locks():
-        raise UserError(told(lock))
+        raise UserError("deepspeed.stale-build-lock", told(lock))
 
 
 def told(lock: Path) -> str:

@@ -38,18 +38,21 @@ def refuse_gathering_inside(inner: Iterable[tuple[str, nn.Module]], *, block: st
     for name, module in inner:
         if isinstance(module, fsdp2):
             raise UserError(
+                "engine.fsdp2-shards-inside-block",
                 f"{block}: FSDP shards {name} separately, so its weight would be gathered for every tile; call "
-                f"fully_shard on {whole}, not on {name}"
+                f"fully_shard on {whole}, not on {name}",
             )
         if isinstance(module, fsdp1):
             raise UserError(
+                "engine.fsdp-wraps-inside-block",
                 f"{block}: FSDP wraps {name} separately, so its weight would be gathered for every tile; let the "
-                f"auto_wrap_policy wrap {whole}, not {name}"
+                f"auto_wrap_policy wrap {whole}, not {name}",
             )
         if not ZERO3_MARKS.isdisjoint(module.__dict__):
             raise UserError(
+                "engine.zero3-gathers-inside-block",
                 f"{block}: DeepSpeed ZeRO-3 gathers {name} separately, because {whole} was not marked when it "
-                "wrapped the model; call seqtile.apply(model) before deepspeed.initialize or Accelerator.prepare"
+                "wrapped the model; call seqtile.apply(model) before deepspeed.initialize or Accelerator.prepare",
             )
 
 
@@ -64,12 +67,14 @@ def refuse_wrapped(model: nn.Module) -> None:
     """
     if isinstance(model, nn.DataParallel):
         raise UserError(
+            "engine.data-parallel",
             "the model is wrapped in DataParallel, which does not support tiled models; use one process per device "
-            "with DistributedDataParallel, and call seqtile.apply(model) before wrapping"
+            "with DistributedDataParallel, and call seqtile.apply(model) before wrapping",
         )
     for name, module in model.named_modules():
         if isinstance(module, wrapper()):  # calling it gathers its weights, without any hook that shows it
             raise UserError(
+                "engine.wrapped-before-apply",
                 f"{name or 'the model'} is already wrapped in FullyShardedDataParallel, which flattens the weights; "
-                "call seqtile.apply(model) before FSDP wraps the model"
+                "call seqtile.apply(model) before FSDP wraps the model",
             )

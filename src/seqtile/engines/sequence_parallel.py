@@ -44,8 +44,9 @@ def refuse_split_states(model: str, states: Mapping[str, Sequence[str]], ranks: 
     state, layers = next(iter(states.items()))
     first = f"{layers[0]}{f' and {len(layers) - 1} more' if len(layers) > 1 else ''}"
     raise UserError(
+        "sp-size.model-with-state",
         f"{setting} {ranks} would train {model} with wrong gradients: {first} carries a state along the sequence "
-        f"({state}), which every rank would start from zero ({_THREADS.get(state, _ACCELERATE)}); use {setting} 1"
+        f"({state}), which every rank would start from zero ({_THREADS.get(state, _ACCELERATE)}); use {setting} 1",
     )
 
 

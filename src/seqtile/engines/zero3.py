@@ -90,7 +90,8 @@ def end_gradients_here(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any,
         return None
     if not tensors:
         raise UserError(
+            "engine.zero3-keyword-arguments",
             f"{type(module).__name__} was called with keyword arguments only; DeepSpeed ZeRO-3 would reduce its "
-            "gradients before they are computed; pass the hidden states by position"
+            "gradients before they are computed; pass the hidden states by position",
         )
     return tuple(value.detach().requires_grad_() if value is tensors[0] else value for value in inputs)

@@ -350,12 +350,16 @@ def _find_for(model: nn.Module, heads: Heads) -> tuple[list[Attention], list[Lef
         states = ", ".join(states_of(model))
         none = f"no attention module, but layers with a state ({states})" if states else "no attention module"
         seen = "; ".join(f"{module}: {module.why}" for module in left[:3]) or none
-        raise UserError(f"heads={heads!r}: no attention in {type(model).__name__} supports it ({seen}); drop heads")
+        raise UserError(
+            "heads.no-attention",
+            f"heads={heads!r}: no attention in {type(model).__name__} supports it ({seen}); drop heads",
+        )
     most = max(module.shape.groups for module in modules)
     if isinstance(heads, int) and heads > most:
         raise UserError(
+            "heads.too-many",
             f"got heads={heads}, expected at most the {most} key-value heads of {type(model).__name__}; drop heads "
-            "to run all at once"
+            "to run all at once",
         )
     return modules, left
 

@@ -152,7 +152,7 @@ def apply_options(model: nn.Module, options: TilingOptions, *, others_stay: bool
     wanted = wanted_techniques(options)
     if not wanted:
         techniques = "loss, checkpoint, offload, heads, state, chunk or vision"
-        raise UserError(f"blocks='none' leaves nothing to do; add {techniques}")
+        raise UserError("blocks.nothing-to-do", f"blocks='none' leaves nothing to do; add {techniques}")
     expect_module(model, "apply")
     refuse_wrapped(model)
     standing = [technique for technique in known_techniques() if technique.standing(model)]

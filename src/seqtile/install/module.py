@@ -66,7 +66,8 @@ def tile_module(
     expect_module(module, "tile_module")
     if isinstance(dim, bool) or not isinstance(dim, int):
         raise UserError(
-            f"got dim={dim!r} of type {type(dim).__name__}, expected an int, the token dimension of the inputs"
+            "dim.wrong-type",
+            f"got dim={dim!r} of type {type(dim).__name__}, expected an int, the token dimension of the inputs",
         )
     options = TilingOptions(tile=tile, path=path, keep=keep)
     rule, keeping = options.tile_rule, options.keep_rule(1)
@@ -77,7 +78,8 @@ def tile_module(
     along = _proof(module, _dims_along(dim, hidden), ("along", dim))
     if along.why_not and along.refuted:
         raise UserError(
-            f"cannot tile {name} along dim={dim}: {along.why_not}; pass the token dimension, or leave it untiled"
+            "dim.not-tileable",
+            f"cannot tile {name} along dim={dim}: {along.why_not}; pass the token dimension, or leave it untiled",
         )
     rows = _proof(module, ("b", "s", hidden)) if dim != -1 else None
     by_rows = rows is not None and not rows.why_not
@@ -91,7 +93,7 @@ def tile_module(
         not_fused = weights if isinstance(weights, str) else ""
     forward.falls_back = not not_fused and path != "generic"
     if path == "fused" and not forward.falls_back:
-        raise UserError(f"path='fused' does not support {name}: {not_fused}; use path='auto'")
+        raise UserError("path.fused-unsupported", f"path='fused' does not support {name}: {not_fused}; use path='auto'")
     with replacing_all(module):
         forward.install()
         forward.check()

@@ -103,8 +103,9 @@ class SeqtilePlugin(BasePlugin):  # type: ignore[misc]
             return
         if tiled_class := next((type(m).__name__ for m in model.modules() if is_tiled_by_axolotl(m)), ""):
             raise UserError(
+                "axolotl.tiles-already",
                 f"axolotl's own tiled MLP already runs {tiled_class} and this plugin could not disable it; drop "
-                "tiled_mlp from the configuration and set seqtile.tile"
+                "tiled_mlp from the configuration and set seqtile.tile",
             )
         if "max_length" in kwargs:
             report = seqtile.fit(model, **fit_question(cfg), **kwargs)

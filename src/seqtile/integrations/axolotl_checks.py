@@ -47,7 +47,7 @@ class SeqtileSettings(_SettingKeys):  # type: ignore[valid-type,misc]
     def check_keys(cls, data: Any) -> Any:
         """Name the keys that there are."""
         if isinstance(data, Mapping) and (sentence := unknown_keys(key for key in data if key != "max_length")):
-            raise UserError(f"seqtile: {sentence}, max_length")
+            raise UserError("option.unknown", f"seqtile: {sentence}, max_length")
         return data
 
 
@@ -65,7 +65,7 @@ def check_settings(cfg: Mapping[str, Any]) -> None:
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
         key = ".".join(map(str, ("seqtile", *problem["loc"][:1])))
-        raise UserError(f"{key}: got {problem['input']!r}; {problem['msg']}") from None
+        raise UserError("axolotl.invalid-value", f"{key}: got {problem['input']!r}; {problem['msg']}") from None
     checkpointers = [key for key in _CHECKPOINTS if cfg.get(key)]
     if isinstance(cfg.get("gradient_checkpointing"), str):
         checkpointers.append(f"gradient_checkpointing: {cfg['gradient_checkpointing']}")
@@ -93,8 +93,9 @@ def fit_question(cfg: Mapping[str, Any]) -> dict[str, Any]:
     for key in ("rl", "context_parallel_size", "sequence_parallel_degree", "context_parallel"):
         if (value := cfg.get(key)) not in (None, 1):
             raise UserError(
+                "axolotl.max-length-unplanned-step",
                 f"seqtile.max_length plans a supervised step on unpacked sequences, got {key}: {value}; use "
-                "seqtile's settings instead, such as loss: tiled"
+                "seqtile's settings instead, such as loss: tiled",
             )
     engine = "fsdp2" if cfg.get("fsdp_config") or cfg.get("fsdp") else None
     if deepspeed := cfg.get("deepspeed"):
@@ -135,17 +136,22 @@ def apply_arguments(cfg: Mapping[str, Any]) -> dict[str, Any]:
     kwargs = {key: value for key, value in (cfg.get("seqtile") or {}).items() if value is not None}
     tiled, blocks = cfg.get("tiled_mlp"), kwargs.get("blocks")
     if tiled is not None and blocks is not None and tiled == (blocks == "none"):
-        raise UserError(f"tiled_mlp: {tiled} and seqtile.blocks: {blocks} contradict each other; drop one")
+        raise UserError(
+            "axolotl.tiled-mlp-contradicts-blocks",
+            f"tiled_mlp: {tiled} and seqtile.blocks: {blocks} contradict each other; drop one",
+        )
     if tiled is False:
         return {**kwargs, "blocks": "none"} if kwargs else {}
     if (shards := cfg.get("tiled_mlp_num_shards")) is not None:
         if "tile" in kwargs:
             raise UserError(
-                f"tiled_mlp_num_shards: {shards} and seqtile.tile: {kwargs['tile']} both set the tile size; keep one"
+                "tile.given-twice",
+                f"tiled_mlp_num_shards: {shards} and seqtile.tile: {kwargs['tile']} both set the tile size; keep one",
             )
         kwargs["tile"] = f"shards:{shards}"
     if cfg.get("tiled_mlp_use_original_mlp") is False and kwargs.setdefault("path", "fused") != "fused":
         raise UserError(
-            f"tiled_mlp_use_original_mlp: false selects path: fused, but seqtile.path is {kwargs['path']}; drop one"
+            "axolotl.original-mlp-contradicts-path",
+            f"tiled_mlp_use_original_mlp: false selects path: fused, but seqtile.path is {kwargs['path']}; drop one",
         )
     return kwargs

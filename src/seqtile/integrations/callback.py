@@ -79,12 +79,15 @@ class TilingCallback(TrainerCallback):
     ) -> None:  # fmt: skip
         if report is not None and (settings or max_length is not None or not isinstance(report, Report)):
             raise UserError(
+                "callback.report-and-settings",
                 f"TilingCallback got {type(report).__name__} and the settings {sorted(settings)}; pass either the "
-                "report of seqtile.apply or the settings"
+                "report of seqtile.apply or the settings",
             )
         self._media = media_of(images, image_size, frames, frame_size)
         if max_length is None and (device is not None or self._media is not None):
-            raise UserError("device, images and frames are for a plan, which needs max_length")
+            raise UserError(
+                "callback.without-max-length", "device, images and frames are for a plan, which needs max_length"
+            )
         self._max_length, self._device, self._given = max_length, device, frozenset(settings)
         self._options = TilingOptions(**settings)  # each value is checked here, not when the trainer is built
         self._choice: Choice | None = None
@@ -209,9 +212,10 @@ class TilingCallback(TrainerCallback):
         lost = _lost(model, report)
         if lost:
             raise UserError(
+                "callback.tiles-lost",
                 f"{len(lost)} of {report.tiled} tiled blocks would run untiled (such as {lost[0]}): another library "
                 "replaced their forward after tiling, or the report belongs to another model; pass seqtile.apply's "
-                "settings to the callback instead of a report"
+                "settings to the callback instead of a report",
             )
 
 

@@ -63,7 +63,9 @@ def register() -> None:
                 "the seqtile plugin is loaded but tiles nothing; add --use_tiled_mlp true"
             )
         elif type(arguments).__module__.startswith("swift.megatron"):
-            raise UserError("megatron has its own models, which seqtile does not tile; use swift sft")
+            raise UserError(
+                "ms-swift.megatron", "megatron has its own models, which seqtile does not tile; use swift sft"
+            )
         elif CALLBACK_NAME not in arguments.callbacks:
             arguments.callbacks.append(CALLBACK_NAME)
         kwargs = requested or kwargs
@@ -109,7 +111,9 @@ def settings(arguments: Any, remaining: list[str], variable: str | None) -> dict
     if use is False:
         if named or variable or kwargs:
             switch = f"--callbacks {CALLBACK_NAME}" if named else f"{VARIABLE}={variable}" if variable else FLAG
-            raise UserError(f"--use_tiled_mlp false and {switch} contradict each other; drop one")
+            raise UserError(
+                "ms-swift.contradicting-switches", f"--use_tiled_mlp false and {switch} contradict each other; drop one"
+            )
         return None
     sizes = {
         f"--tiled_mlp_num_shards {shards}": shards is not None,
@@ -117,10 +121,12 @@ def settings(arguments: Any, remaining: list[str], variable: str | None) -> dict
         f"{FLAG} with tile": "tile" in kwargs,
     }
     if len(both := [name for name, is_given in sizes.items() if is_given]) > 1:
-        raise UserError(f"{' and '.join(both)} both set the tile size; keep one")
+        raise UserError("tile.given-twice", f"{' and '.join(both)} both set the tile size; keep one")
     if not (use or named or variable or kwargs):
         if shards is not None:
-            raise UserError(f"--tiled_mlp_num_shards {shards} needs --use_tiled_mlp true")
+            raise UserError(
+                "ms-swift.shards-without-tiled-mlp", f"--tiled_mlp_num_shards {shards} needs --use_tiled_mlp true"
+            )
         return None
     kwargs.setdefault("tile", variable or f"shards:{SHARDS if shards is None else shards}")
     TilingOptions(tile=kwargs["tile"])  # refuses a wrong rule before the model is loaded
@@ -137,17 +143,18 @@ def _given(text: str | None) -> dict[str, Any]:
         kwargs = None
     if not isinstance(kwargs, dict) or not kwargs:
         raise UserError(
-            f"got {FLAG} {text}, expected arguments of seqtile.apply as JSON, such as {FLAG} '{{\"keep\": 0.5}}'"
+            "ms-swift.not-json",
+            f"got {FLAG} {text}, expected arguments of seqtile.apply as JSON, such as {FLAG} '{{\"keep\": 0.5}}'",
         )
     try:
         if sentence := unknown_keys(kwargs):
-            raise UserError(sentence)
+            raise UserError("option.unknown", sentence)
         options = TilingOptions(**kwargs)
         check_combination(Combination(options, framework="ms-swift"))
     except UserError as error:
-        raise UserError(f"{FLAG}: {error}") from None
+        raise UserError(error.code, f"{FLAG}: {error}") from None
     if not options.tiled:
-        raise UserError(f"{FLAG}: blocks: none tiles nothing; drop {FLAG}")
+        raise UserError("ms-swift.tiles-nothing", f"{FLAG}: blocks: none tiles nothing; drop {FLAG}")
     return kwargs
 
 
@@ -163,7 +170,9 @@ def make_callback(args: Any, trainer: Any, **kwargs: Any) -> TilingCallback:
 
     # Its trainer replaces torch's checkpoint by one that is always reentrant, in the whole process.
     if tile_checkpoint.checkpoint is not (checkpoint_before_swift() or tile_checkpoint.checkpoint):  # type: ignore[attr-defined]
-        raise UserError("ms-swift has already trained in this process; start a new Python process")
+        raise UserError(
+            "ms-swift.trained-before", "ms-swift has already trained in this process; start a new Python process"
+        )
     return TilingCallback(**kwargs)
 
 

@@ -48,10 +48,13 @@ def tile_trainer(trainer: Any, *, loss_tile: int | str | None = None, shared_pro
     attributes = {name: getattr(trainer, name, None) for name in names}
     models = {name: model for name, model in attributes.items() if isinstance(model, nn.Module)}
     if not models:
-        raise UserError(f"{type(trainer).__name__} has no model to tile; expected a built TRL trainer")
+        raise UserError("trl.no-model", f"{type(trainer).__name__} has no model to tile; expected a built TRL trainer")
     class_names = {base.__name__ for base in type(trainer).__mro__}
     if shared_prompts and (others := class_names & {"OnlineDPOTrainer", "GKDTrainer"}):
-        raise UserError(f"shared_prompts=True does not support {others.pop()}, which does not score a padded batch")
+        raise UserError(
+            "shared-prompts.trainer-unsupported",
+            f"shared_prompts=True does not support {others.pop()}, which does not score a padded batch",
+        )
     done = []
     for name, model in models.items():
         if loss_tile is None and standing_losses(model):
@@ -110,7 +113,10 @@ def generalized_jsd_loss(
             student_logits, teacher_logits, labels, beta, temperature, reduction, num_items_in_batch
         )
     if num_items_in_batch is None and reduction not in ("batchmean", "sum"):
-        raise UserError(f"got reduction={reduction!r} for a tiled divergence, expected 'batchmean' or 'sum'")
+        raise UserError(
+            "divergence.unknown-reduction",
+            f"got reduction={reduction!r} for a tiled divergence, expected 'batchmean' or 'sum'",
+        )
     if labels is None:
         labels = torch.zeros(student_logits.shape[:-1], dtype=torch.long, device=student_logits.device)
     student, teacher, targets = student_logits, teacher_logits, labels
@@ -136,7 +142,9 @@ def generalized_jsd_loss(
 
 def _head_of(logits: DeferredLogits) -> HeadOf:
     if not isinstance(logits.source, HeadOf) or logits.written is not None:
-        raise UserError("expected unmodified deferred logits of a model with a tiled loss")
+        raise UserError(
+            "divergence.modified-logits", "expected unmodified deferred logits of a model with a tiled loss"
+        )
     return logits.source
 
 
@@ -146,8 +154,9 @@ def _plain_inside(logits: DeferredLogits, compute: Callable[..., Tensor]) -> Ten
 
     def refuse(*_: Any) -> Tensor:
         raise UserError(
+            "divergence.head-not-plain",
             f"a tiled divergence needs a plain linear head, got {type(head.head).__name__} (an adapter or a "
-            "quantized layer); put no adapter on the head"
+            "quantized layer); put no adapter on the head",
         )
 
     return head.installed.inside(head.head, logits.hidden, compute, refuse)  # type: ignore[no-any-return]

@@ -54,7 +54,7 @@ class LossTechnique(Technique):
         """
         impl = self.options.loss_impl
         if missing := missing_kernel(impl):
-            raise UserError(f"loss_impl={impl!r}: {missing}; use loss_impl='torch' or 'auto'")
+            raise UserError("loss-impl.missing", f"loss_impl={impl!r}: {missing}; use loss_impl='torch' or 'auto'")
         for _, module in find_causal_lms(self.model)[0]:
             TrlHead.of(module.__dict__.get("forward"))
             check_kernel(module.get_output_embeddings(), impl)  # type: ignore[operator]
@@ -87,8 +87,9 @@ def check_kernel(head: nn.Module, impl: str) -> None:
     if impl not in ("torch", "auto") and type(head).forward is not nn.Linear.forward:
         head_class = f"{type(head).__module__}.{type(head).__name__}"
         raise UserError(
+            "loss-impl.head-not-plain",
             f"loss_impl={impl!r} needs a plain linear head, got {head_class} (an adapter, a quantized or another "
-            "layer); use loss_impl='torch' or 'auto'"
+            "layer); use loss_impl='torch' or 'auto'",
         )
 
 
@@ -107,15 +108,17 @@ def find_causal_lms(model: nn.Module) -> tuple[Named, Named]:
     models = outermost(model, computes_loss)
     if not models:
         raise UserError(
+            "loss.model-unsupported",
             "loss='tiled' needs a causal language model of transformers whose forward calls its loss function, got "
-            f"{type(model).__name__}; drop loss, or call seqtile.linear_cross_entropy in your forward"
+            f"{type(model).__name__}; drop loss, or call seqtile.linear_cross_entropy in your forward",
         )
     chosen, frozen = split_frozen(models)
     for _, module in chosen:
         if not _is_causal_loss(module.loss_function):
             raise UserError(
+                "loss.other-loss-function",
                 f"loss='tiled' replaces transformers' causal loss, but {type(module).__name__} uses "
-                f"{getattr(module.loss_function, '__name__', module.loss_function)!r}; drop loss"
+                f"{getattr(module.loss_function, '__name__', module.loss_function)!r}; drop loss",
             )
     return chosen, frozen
 
@@ -413,8 +416,9 @@ class TiledLoss(ForwardStandIn, Watched):
                     return plain(rows, weight, head.bias)
             if sharded:
                 raise UserError(
+                    "loss.head-not-gathered",
                     "the head's weight is a DTensor that is not gathered, and seqtile cannot tell whether its "
-                    "ranks have the same tokens; call seqtile.token_logprobs in your forward, or drop loss"
+                    "ranks have the same tokens; call seqtile.token_logprobs in your forward, or drop loss",
                 )
 
             inner = ((path, submodule) for path, submodule in head.named_modules() if path)
@@ -476,7 +480,10 @@ def deferred_logits(*models: nn.Module) -> Iterator[None]:
     for model in models:
         standing = standing_losses(model)
         if not standing:
-            raise UserError(f"{type(model).__name__} has no tiled loss; call seqtile.apply(model, loss='tiled') first")
+            raise UserError(
+                "loss.not-applied",
+                f"{type(model).__name__} has no tiled loss; call seqtile.apply(model, loss='tiled') first",
+            )
         installed += standing
     were_deferring = [loss.deferring for loss in installed]
     try:
@@ -509,4 +516,4 @@ def _place_of(model: nn.Module, head: nn.Module) -> tuple[nn.Module, str]:
         for name, child in children_of(parent).items():
             if child is head:
                 return parent, name
-    raise UserError(f"loss='tiled' found no LM head in {type(model).__name__}; drop loss")
+    raise UserError("loss.no-head", f"loss='tiled' found no LM head in {type(model).__name__}; drop loss")

@@ -60,8 +60,9 @@ class TrlHead:
             settings = trl_head_settings(forward)
         except KeyError as error:
             raise UserError(
+                "loss.trl-version",
                 f"this version of TRL stores {error} of its fused head differently, which seqtile does not support; "
-                "drop loss and use TRL's own"
+                "drop loss and use TRL's own",
             ) from None
         if settings is None:
             return None
@@ -75,7 +76,10 @@ class TrlHead:
         from trl.trainer.utils import FusedCausalLMOutput
 
         if unknown := {*self.outputs} - {"log_probs", "entropy", "is_top1", "log_sum_sq_probs", "mean_logits"}:
-            raise UserError(f"TRL asks its head for {sorted(unknown)}, which the tiled head does not support")
+            raise UserError(
+                "loss.trl-head-request",
+                f"TRL asks its head for {sorted(unknown)}, which the tiled head does not support",
+            )
         shift = kwargs.get("shift_labels")
         labels = kwargs["labels"] if shift is None else shift
         kwargs.setdefault("labels", labels)

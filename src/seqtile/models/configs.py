@@ -62,15 +62,17 @@ def refuse_missing(model: str) -> None:
     path = Path(model).expanduser()
     if path.is_dir() and not (path / "config.json").is_file():
         raise UserError(
-            f"model directory {model!r} has no config.json; expected a directory written by save_pretrained"
+            "model.config-missing",
+            f"model directory {model!r} has no config.json; expected a directory written by save_pretrained",
         )
     looks_local = model.startswith((".", "/", "~")) or model.count("/") != 1 or path.suffix == ".json"
     if not path.exists() and looks_local:
         close = difflib.get_close_matches(model.lower(), NAMED, n=1, cutoff=0.6)
         hint = f"did you mean {close[0]!r}? " if close else ""
         raise UserError(
+            "model.not-found",
             f"model {model!r} does not exist; {hint}expected a config.json, a model directory, a Hub id or one of "
-            f"{', '.join(NAMED)}"
+            f"{', '.join(NAMED)}",
         )
 
 
@@ -98,8 +100,9 @@ def read_config(model: str) -> Any:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         reason = lines[-1].strip() if isinstance(error, StrictDataclassError) else lines[0]
         raise UserError(
+            "model.config-unreadable",
             f"cannot read the configuration of model {model!r} ({reason}); expected a config.json, a model "
-            "directory, or a Hub id and a network"
+            "directory, or a Hub id and a network",
         ) from None
 
 
@@ -141,6 +144,7 @@ def refuse_encoder(config: Any, model: str) -> None:
     """
     if is_masked_lm(config):
         raise UserError(
+            "model.encoder",
             f"plans and seqtile train are for causal language models, but {model!r} is an encoder "
-            f"({config.model_type}); train it with transformers' Trainer after seqtile.apply"
+            f"({config.model_type}); train it with transformers' Trainer after seqtile.apply",
         )

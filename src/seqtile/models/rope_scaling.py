@@ -52,20 +52,32 @@ def scale_positions(config: Any, scaling: dict[str, Any], model: str) -> None:
     text.rope_parameters = copy.deepcopy(getattr(text, "rope_parameters", None))
     layers, positions = _of_whole_rows(text), max_positions(config)
     if not layers or positions is None:
-        raise UserError(f"rope_scaling does not apply to {model!r}, which has no rotary positions; drop it")
+        raise UserError(
+            "rope-scaling.no-rotary-positions",
+            f"rope_scaling does not apply to {model!r}, which has no rotary positions; drop it",
+        )
     if not {"rope_type", "factor"} <= scaling.keys():
-        raise UserError("rope_scaling needs at least rope_type and factor, such as {rope_type: yarn, factor: 4}")
+        raise UserError(
+            "rope-scaling.incomplete",
+            "rope_scaling needs at least rope_type and factor, such as {rope_type: yarn, factor: 4}",
+        )
     rope_type, factor = scaling["rope_type"], scaling["factor"]
     if isinstance(factor, bool) or not isinstance(factor, int | float) or not 1 <= factor <= LARGEST_FACTOR:
-        raise UserError(f"rope_scaling: got factor {factor!r}, expected a number from 1 to {LARGEST_FACTOR:,}")
+        raise UserError(
+            "rope-scaling.bad-factor",
+            f"rope_scaling: got factor {factor!r}, expected a number from 1 to {LARGEST_FACTOR:,}",
+        )
     if rope_type not in ROPE_INIT_FUNCTIONS or rope_type == UNSCALED:
         types = ", ".join(name for name in ROPE_INIT_FUNCTIONS if name != UNSCALED)
-        raise UserError(f"rope_scaling: got rope_type {rope_type!r}, expected one of {types}")
+        raise UserError(
+            "rope-scaling.unknown-type", f"rope_scaling: got rope_type {rope_type!r}, expected one of {types}"
+        )
     old_type = layers[0].get("rope_type", UNSCALED)
     if old_type not in (UNSCALED, rope_type):
         raise UserError(
+            "rope-scaling.other-type-than-trained",
             f"rope_scaling: got rope_type {rope_type!r}, but {model!r} was trained with {old_type!r}; use rope_type "
-            f"{old_type}"
+            f"{old_type}",
         )
     growth = factor / _factor(layers[0], positions)
     original: float = positions

@@ -81,7 +81,10 @@ def device_here(index: int | None = None) -> Device:
     """
     memory, name = total_device_bytes(index), device_name(index)
     if not memory:
-        raise UserError(f"{name} does not report its memory; pass it, such as device='80GiB' or --fit-memory 80GiB")
+        raise UserError(
+            "device.memory-unreported",
+            f"{name} does not report its memory; pass it, such as device='80GiB' or --fit-memory 80GiB",
+        )
     words = name.lower().replace("rtx ", "rtx").replace("-", " ").split()  # "NVIDIA H100 80GB HBM3", "GeForce RTX 4090"
     known = next((known for key, known in DEVICES.items() if key.partition("-")[0] in words), None)
     speed = (None, None) if known is None else (known.tflops, known.host_link)
@@ -102,4 +105,6 @@ def find_device(text: str) -> Device:
     close = difflib.get_close_matches(name, DEVICES, n=1, cutoff=0.5)
     hint = f"did you mean {close[0]!r}? " if close else ""
     names = ", ".join(DEVICES)
-    raise UserError(f"unknown device {text!r}; {hint}use one of {names}, or its memory, such as 80GiB")
+    raise UserError(
+        "device.unknown", f"unknown device {text!r}; {hint}use one of {names}, or its memory, such as 80GiB"
+    )

@@ -30,7 +30,7 @@ from seqtile.planner.request import Request, attention_cannot_be_saved
 from seqtile.planner.sharding_terms import CONSTANTS
 from seqtile.planner.step_time import spoken, step_seconds
 from seqtile.planner.techniques import CHUNKS, CHUNKS_OF_SEGMENTS, MINIMAL_MEMORY, can_stream
-from seqtile.rules import refused
+from seqtile.rules import refusal
 from seqtile.state.state_layers import can_carry
 
 SMALLEST_TILE = 128
@@ -160,7 +160,10 @@ class _Chooser:
         self.layers = self.counts.layers
         self.possible = [*self.bases()]
         if not self.possible:
-            raise UserError("got settings that exclude each other with this model and device; drop some of them")
+            raise UserError(
+                "fit.settings-exclude-each-other",
+                "got settings that exclude each other with this model and device; drop some of them",
+            )
 
     def choose(self) -> Chosen:
         best, tried = self.best()
@@ -229,7 +232,7 @@ class _Chooser:
             if (
                 settings.chunk is not None
                 and not simplest
-                and refused(replace(self.request, options=settings).combination())
+                and refusal(replace(self.request, options=settings).combination())
             ):
                 continue
             if settings not in seen:

@@ -76,8 +76,9 @@ def build(config: Any, setup: Setup, device: str, sample: LayerSample | None = N
         base: Any = causal_model(model)
         if not base.supports_gradient_checkpointing:
             raise UserError(
+                "plan.checkpoint-unsupported",
                 f"{type(base).__name__} of the installed transformers does not support activation checkpointing; "
-                "use checkpoint none"
+                "use checkpoint none",
             )
         with warnings.catch_warnings():
             # Transformers 5.23 has another name for it, and warns; 5.0 has this one alone:
@@ -111,13 +112,9 @@ def build_weights(config: Any, setup: Setup, device: str, sample: LayerSample | 
     return (model, []) if setup.lora is None else _add_lora(model, setup, device)
 
 
-def build_bare(config: Any, setup: Setup, device: str, sample: LayerSample | None = None) -> Any:
-    """The model as Transformers makes it, with all its layers or those of a ``sample``.
-
-    Raises:
-        UserError: it cannot, or it is no causal language model.
-    """
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
+def _refuse_config(config: Any, setup: Setup) -> None:
+    """Refuse the configuration of a model that no plan can build."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     both = bool(getattr(config, "is_encoder_decoder", False))
     causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and not is_masked_lm(config)
@@ -134,19 +131,32 @@ def build_bare(config: Any, setup: Setup, device: str, sample: LayerSample | Non
             what = "a language model with a vision or audio tower"
             instead = f"that of its language model alone ({text.model_type}), and count image tokens as text"
         raise UserError(
-            f"model type {config.model_type!r} is {what}, and plans support causal language models; pass {instead}"
+            "plan.model-not-causal",
+            f"model type {config.model_type!r} is {what}, and plans support causal language models; pass {instead}",
         )
     if getattr(config.get_text_config(), "hidden_size_per_layer_input", None):
         raise UserError(
+            "plan.embeddings-per-layer",
             f"model type {config.model_type!r} has embeddings in each decoder layer (hidden_size_per_layer_input), "
-            "which plans do not support; drop the plan (and --fit)"
+            "which plans do not support; drop the plan (and --fit)",
         )
-
     if not isinstance(getattr(config.get_text_config(), "num_hidden_layers", None), int):
         raise UserError(
+            "plan.no-layer-count",
             f"model type {config.model_type!r} has no number of decoder layers (num_hidden_layers), which plans need; "
-            "use seqtile.apply"
+            "use seqtile.apply",
         )
+
+
+def build_bare(config: Any, setup: Setup, device: str, sample: LayerSample | None = None) -> Any:
+    """The model as Transformers makes it, with all its layers or those of a ``sample``.
+
+    Raises:
+        UserError: it cannot, or it is no causal language model.
+    """
+    from transformers import AutoModelForCausalLM
+
+    _refuse_config(config, setup)
     attention = register_flash() if setup.attention == "flash" else setup.attention
     classes = [auto for step_kind in step_kinds_of(config, setup) if (auto := step_kind.auto_class(config)) is not None]
     auto_class: Any = classes[0] if classes else AutoModelForCausalLM
@@ -165,10 +175,13 @@ def build_bare(config: Any, setup: Setup, device: str, sample: LayerSample | Non
     except (ValueError, TypeError, ImportError, KeyError) as error:
         if error.args == (attention,):  # a model with a class for each kind of attention
             raise UserError(
+                "plan.attention-unsupported",
                 f"model type {config.model_type!r} has no {setup.attention} attention in transformers; try another "
-                "attention, or use seqtile.apply"
+                "attention, or use seqtile.apply",
             ) from None
-        raise UserError(f"cannot build the model from its configuration: {str(error).splitlines()[0]}") from None
+        raise UserError(
+            "plan.model-not-built", f"cannot build the model from its configuration: {str(error).splitlines()[0]}"
+        ) from None
     return model
 
 
@@ -192,7 +205,9 @@ def _add_lora(model: Any, setup: Setup, device: str) -> tuple[Any, list[str]]:
         try:
             adapted = get_peft_model(model, adapters)
         except ValueError as error:
-            raise UserError(f"cannot add the adapters: {str(error).splitlines()[0]}") from None
+            raise UserError(
+                "plan.adapters-not-added", f"cannot add the adapters: {str(error).splitlines()[0]}"
+            ) from None
     return adapted, [] if left_out is None else [left_out]
 
 

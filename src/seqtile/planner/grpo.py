@@ -166,10 +166,11 @@ def check_shared(request: Request, max_length: int | None) -> None:
     prompt, options = request.grpo.prompt, request.options
     if max_length is not None and max_length <= prompt:
         raise UserError(
-            f"got max length {max_length:,} with shared prompts of {prompt:,} tokens; the length includes the prompt"
+            "grpo.length-within-shared-prompt",
+            f"got max length {max_length:,} with shared prompts of {prompt:,} tokens; the length includes the prompt",
         )
     if setting := "cp_size" * (request.cp_size > 1) or "state" * (options.state is not None):
-        raise UserError(f"shared prompts do not run with {setting}; drop {setting}")
+        raise UserError("grpo.setting-with-shared-prompts", f"shared prompts do not run with {setting}; drop {setting}")
 
 
 class GrpoStep(StepKind):
@@ -197,16 +198,19 @@ class GrpoStep(StepKind):
     def check(self, request: Request, max_length: int | None) -> None:
         assert request.grpo is not None
         if request.sp_size > 1:
-            raise UserError(f"TRL's GRPO does not support sp-size {request.sp_size}; use --sp-size 1")
+            raise UserError(
+                "grpo.with-sp-size", f"TRL's GRPO does not support sp-size {request.sp_size}; use --sp-size 1"
+            )
         together, group = request.batch * request.accumulation * request.gpus, request.grpo.group
         if request.grpo.prompt:
             check_shared(request, max_length)
         elif together % group:
             needed = math.lcm(group, request.batch * request.gpus) // (request.batch * request.gpus)
             raise UserError(
+                "grpo.batch-not-multiple-of-group",
                 f"{together} completions per update (batch size {request.batch} x {request.accumulation} "
                 f"micro-batches x {request.gpus} GPUs) are not a multiple of the group size {group}; use "
-                f"--gradient-accumulation {needed}"
+                f"--gradient-accumulation {needed}",
             )
 
     def least_tokens(self, request: Request) -> int:

@@ -214,7 +214,8 @@ def find_depths(config: Any, model: nn.Module, segment: int = 1) -> Depths:
     layers = decoder_layers(model)
     if not layers:
         raise UserError(
-            f"found no list of layers (with attention or a state) in {type(model).__name__}; plan another model"
+            "plan.no-layers",
+            f"found no list of layers (with attention or a state) in {type(model).__name__}; plan another model",
         )
     structures, signs = layer_kinds(config, model)
     attends = tuple(map(_attends, layers))

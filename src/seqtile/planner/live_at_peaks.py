@@ -103,8 +103,9 @@ class Tracker(LiveBytes):
             self.operators.append(name)
             if len(self.operators) > MOST_OPERATORS:
                 raise UserError(
+                    "plan.too-many-operators",
                     f"cannot plan {self._tokens:,} tokens: a step on shapes runs over {MOST_OPERATORS:,} operators, as "
-                    "code that goes from token to token does; use seqtile.apply"
+                    "code that goes from token to token does; use seqtile.apply",
                 )
         if phase not in self._highest or self._now + inside > self._highest[phase]:
             if self._tokens and isinstance(result, Tensor):

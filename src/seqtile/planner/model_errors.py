@@ -28,6 +28,7 @@ def in_one_sentence(config: Any) -> Iterator[None]:
         if not passed_other_code(error):
             raise
         raise UserError(
+            "plan.step-fails",
             f"cannot plan model type {config.model_type!r}: a step does not run on fake tensors "
-            f"({in_its_words(error)}); try another attention, or use seqtile.apply"
+            f"({in_its_words(error)}); try another attention, or use seqtile.apply",
         ) from error

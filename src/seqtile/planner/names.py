@@ -40,8 +40,9 @@ def split_offload(words: str, engine: str) -> tuple[bool | str, tuple[str, ...]]
     engine_offload = tuple(name for name in names if name not in (*checkpoints, *sizes))
     if len(sizes) + bool(checkpoints) > 1 or not {*engine_offload} <= {*ENGINE_OFFLOADS}:
         raise UserError(
+            "plan.offload-malformed",
             f"got --offload {words!r}, expected checkpoints (or a size for them, such as 64GB), weights and optimizer, "
-            "joined by commas"
+            "joined by commas",
         )
     weights = "weights" in engine_offload and engine not in SHARDED
     if weights:
@@ -77,9 +78,11 @@ def check_names(fields: Mapping[str, Any], max_length: int | None = None) -> Non
     for name in (*KNOWN_NAMES, *POSITIVE_FIELDS):
         value, word = fields[name], FLAG_NAMES.get(name, name)
         if name in KNOWN_NAMES and value not in KNOWN_NAMES[name]:
-            raise UserError(f"got {word} {value!r}, expected one of {', '.join(KNOWN_NAMES[name])}")
+            raise UserError(
+                "option.unknown-choice", f"got {word} {value!r}, expected one of {', '.join(KNOWN_NAMES[name])}"
+            )
         if name in POSITIVE_FIELDS and value < 1:
-            raise UserError(f"got {word} {value}, expected at least 1")
+            raise UserError("option.not-positive", f"got {word} {value}, expected at least 1")
     same = ("engine", "nodes", "sp_size", "cp_size", "engine_offload", "attention")
     check_combination(
         Combination(processes=fields["gpus"], max_length=max_length, **{name: fields[name] for name in same})

@@ -37,6 +37,26 @@ _HELPERS = "get_vision_"
 """How the functions begin that work out positions and lengths from the grid of patches."""
 
 
+def _vision_config(config: Any) -> Any:
+    """The configuration of a tower that plans support."""
+    model_type = config.model_type
+    vision = getattr(config, "vision_config", None)
+    if vision is None or model_type not in ANY_SIZE + ONE_SIZE:
+        what = "takes no pictures" if vision is None else "has an unsupported vision tower"
+        raise UserError(
+            "images.model-unsupported",
+            f"model type {model_type!r} {what}; plans support those of {', '.join(ANY_SIZE + ONE_SIZE)}; for others "
+            "add the image tokens to the length",
+        )
+    if find_spec("transformers.vision_utils") is None:
+        raise UserError(
+            "images.transformers-too-old",
+            f"--images needs transformers.vision_utils, which transformers {package_version('transformers')} does "
+            "not have; use a newer version, or count image tokens as text",
+        )
+    return vision
+
+
 def read_pictures(
     config: Any,
     count: int | None = None,
@@ -57,21 +77,13 @@ def read_pictures(
         UserError: the model takes no pictures, or not so many tokens.
     """
     model_type = config.model_type
-    vision = getattr(config, "vision_config", None)
-    if vision is None or model_type not in ANY_SIZE + ONE_SIZE:
-        what = "takes no pictures" if vision is None else "has an unsupported vision tower"
-        raise UserError(
-            f"model type {model_type!r} {what}; plans support those of {', '.join(ANY_SIZE + ONE_SIZE)}; for others "
-            "add the image tokens to the length"
-        )
-    if find_spec("transformers.vision_utils") is None:
-        raise UserError(
-            f"--images needs transformers.vision_utils, which transformers {package_version('transformers')} does "
-            "not have; use a newer version, or count image tokens as text"
-        )
+    vision = _vision_config(config)
     if model_type in ONE_SIZE:
         if frames is not None:
-            raise UserError(f"model type {model_type!r} takes no videos; use --images N, or images=N in Python")
+            raise UserError(
+                "frames.model-unsupported",
+                f"model type {model_type!r} takes no videos; use --images N, or images=N in Python",
+            )
         return _of_one_size(config, vision, count, tokens)
     patch, merge, together = vision.patch_size, vision.spatial_merge_size, vision.temporal_patch_size
     unit = patch * merge
@@ -80,8 +92,9 @@ def read_pictures(
     elif size is None:
         what = "image" if frames is None else "frame"
         raise UserError(
+            "images.size-missing",
             f"model type {model_type!r} takes images of any size; add --{what}-size HEIGHTxWIDTH, or "
-            f"{what}_size=(height, width) in Python"
+            f"{what}_size=(height, width) in Python",
         )
     else:  # to the nearest whole number of tokens, as Transformers' processors resize
         height, width = (max(1, round(side / unit)) * merge for side in size)
@@ -126,8 +139,9 @@ def _of_one_size(config: Any, vision: Any, count: int | None, tokens: int | None
     if tokens is not None:
         if tokens % each:
             raise UserError(
+                "images.partial-image",
                 f"{tokens:,} image tokens are not a multiple of {each:,}, the tokens per image of model type "
-                f"{config.model_type!r}; use --images N"
+                f"{config.model_type!r}; use --images N",
             )
         count = tokens // each
     return Pictures(count or 1, each, (side, side), (3, side, side))
@@ -263,14 +277,17 @@ class PictureStep(StepKind):
 
     def check(self, request: Request, max_length: int | None) -> None:
         if request.split > 1:
-            raise UserError("--images does not support sp-size and cp-size; drop one")
+            raise UserError("images.with-sequence-parallel", "--images does not support sp-size and cp-size; drop one")
         if request.grpo is not None:
-            raise UserError("--images does not support --loss grpo; drop it, and count image tokens as text")
+            raise UserError(
+                "images.with-grpo", "--images does not support --loss grpo; drop it, and count image tokens as text"
+            )
         assert request.pictures is not None
         if max_length is not None and max_length <= request.pictures.tokens:
             raise UserError(
+                "images.no-room-for-text",
                 f"{max_length:,} tokens leave no room for text after {request.pictures.tokens:,} image tokens; use a "
-                "longer row (--max-length, or max_length= in Python), or fewer or smaller images"
+                "longer row (--max-length, or max_length= in Python), or fewer or smaller images",
             )
 
     def least_tokens(self, request: Request) -> int:

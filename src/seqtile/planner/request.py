@@ -191,11 +191,14 @@ def check_request(request: Request, max_length: int | None) -> None:
     check_names(vars(request))
     check_keep(options)
     if request.qlora and request.lora is None:
-        raise UserError("qlora needs the rank of the adapters; add lora, such as --lora r=16")
+        raise UserError("qlora.without-lora", "qlora needs the rank of the adapters; add lora, such as --lora r=16")
     if request.qlora and request.sharded:
-        raise UserError(f"plans do not support 4-bit weights under {request.engine}; use --engine ddp or one GPU")
+        raise UserError(
+            "qlora.engine-unsupported",
+            f"plans do not support 4-bit weights under {request.engine}; use --engine ddp or one GPU",
+        )
     if max_length is not None and max_length < 2:
-        raise UserError(f"got max length {max_length}, expected at least 2 tokens")
+        raise UserError("max-length.too-small", f"got max length {max_length}, expected at least 2 tokens")
 
 
 def check_request_combination(request: Request, max_length: int | None) -> None:
@@ -216,7 +219,8 @@ def check_keep(options: TilingOptions) -> None:
     """
     if options.keep_rule(1).kind == "auto":
         raise UserError(
-            "got keep 'auto', which depends on free memory and cannot be planned; use a fraction or 'memory:4GiB'"
+            "keep.auto-in-plan",
+            "got keep 'auto', which depends on free memory and cannot be planned; use a fraction or 'memory:4GiB'",
         )
 
 

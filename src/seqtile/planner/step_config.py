@@ -261,7 +261,7 @@ def make_optimizer(name: str, weights: Sequence[Tensor]) -> Optimizer:
         UserError: not in the list.
     """
     if name not in OPTIMIZERS:
-        raise UserError(f"got optimizer {name!r}, expected one of {', '.join(OPTIMIZERS)}")
+        raise UserError("optimizer.unknown", f"got optimizer {name!r}, expected one of {', '.join(OPTIMIZERS)}")
     return OPTIMIZERS[name](weights)
 
 

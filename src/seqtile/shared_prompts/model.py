@@ -85,11 +85,17 @@ def share_prompts(model: nn.Module) -> SharedPrompts:
                 "it has no layer_idx" * (number is None)
                 or "its model takes no position_ids" * (not mixer.has_state and not takes_positions)
             ):
-                raise UserError(f"shared prompts: {name} ({type(module).__name__}) does not support them: {why}")
+                raise UserError(
+                    "shared-prompts.mixer-unsupported",
+                    f"shared prompts: {name} ({type(module).__name__}) does not support them: {why}",
+                )
             calls.mixers[mixer.kind == ATTENTION_MIXER, number] = name
             states.append(TreeState(module)) if mixer.has_state else attentions.append(module)
     if not trunks:
-        raise UserError(f"shared prompts: {type(model).__name__} has no decoder layers with attention")
+        raise UserError(
+            "shared-prompts.no-attention-layers",
+            f"shared prompts: {type(model).__name__} has no decoder layers with attention",
+        )
     if TREE_ATTENTION not in AttentionInterface():
         AttentionInterface.register(TREE_ATTENTION, attend_tree)
     for module in attentions:
@@ -183,8 +189,9 @@ class AroundTrunk(OwnHooks):
         """After it."""
         if (segments := kwargs.get(ARGUMENT)) is not None and not segments.attended:
             raise UserError(
+                "shared-prompts.arguments-not-passed-on",
                 f"shared prompts: {type(module).__name__} does not pass keyword arguments on to its layers, so its "
-                "samples were not kept apart"
+                "samples were not kept apart",
             )
 
 
@@ -210,7 +217,7 @@ class TreeCalls(OwnHooks):
         segments.attended.clear()
         for forward in installed_forwards(trunk):
             if forward.technique == "state":
-                raise UserError("shared prompts do not run with state=; drop state")
+                raise UserError("shared-prompts.with-state", "shared prompts do not run with state=; drop state")
 
     def after(self, trunk: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         """After it."""
@@ -219,9 +226,11 @@ class TreeCalls(OwnHooks):
             return
         missing = [name for key, name in self.mixers.items() if key not in segments.attended]
         if missing:
+            others = f" and {len(missing) - 1} more" if missing[1:] else ""
             raise UserError(
-                f"shared prompts: {type(trunk).__name__} does not pass keyword arguments on to {missing[0]}"
-                f"{f' and {len(missing) - 1} more' if missing[1:] else ''}, so its samples were not kept apart"
+                "shared-prompts.arguments-not-passed-on",
+                f"shared prompts: {type(trunk).__name__} does not pass keyword arguments on to {missing[0]}{others}, "
+                "so its samples were not kept apart",
             )
         self.tokens += segments.tokens
         self.tokens_apart += segments.tokens_apart
@@ -265,7 +274,7 @@ def attend_tree(
         shapes = f"{query.shape[0]} rows of {query.shape[2]} queries and {key.shape[2]} keys"
         why = f"got {shapes}, expected one row of {shared_prompts.tokens} tokens"
     if why:
-        raise UserError(f"shared prompts: {type(module).__name__}: {why}")
+        raise UserError("shared-prompts.call-unsupported", f"shared prompts: {type(module).__name__}: {why}")
     device = query.device.type
     if torch.is_autocast_enabled(device):
         query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
@@ -320,7 +329,9 @@ class TreeState(ForwardStandIn):
         assert cache is not None
         call = TileCall(args, kwargs, cache)
         if call.why_whole:
-            raise UserError(f"shared prompts: {type(module).__name__}: {call.why_whole}")
+            raise UserError(
+                "shared-prompts.call-unsupported", f"shared prompts: {type(module).__name__}: {call.why_whole}"
+            )
         shared_prompts.attended.add((False, module.layer_idx))
         handed: list[tuple[Any, list[Tensor]]] = []  # of each segment: a state, and tokens that it has not read yet
         outputs: list[Any] = []

@@ -41,7 +41,7 @@ def share_in_calls(model: nn.Module) -> SharedPrompts:
     """
     causal_lms: list[Any] = [module for _, module in find_causal_lms(model)[0]]
     if any(getattr(module.config.get_text_config(), "output_router_logits", False) for module in causal_lms):
-        raise UserError(_ROUTER)
+        raise UserError("shared-prompts.router-loss", _ROUTER)
     remove_sharing(model)
     shared = share_prompts(model)
     for module in causal_lms:
@@ -101,7 +101,7 @@ class FoldedCalls(TreeHooks):
             return None
         fused = kwargs.get("fused_lm_head") or kwargs.get("trl_head")
         if fused and kwargs.get("output_router_logits"):
-            raise UserError(_ROUTER)
+            raise UserError("shared-prompts.router-loss", _ROUTER)
         further = [name for name, value in kwargs.items() if value is not None and name not in UNDERSTOOD]
         fold: Fold | str
         if not fused:

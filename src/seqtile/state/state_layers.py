@@ -76,8 +76,9 @@ class StateTechnique(ForwardsTechnique):
         """
         if self.options.state != "auto" and not any(find_carriers(self.model)):
             raise UserError(
+                "state.no-layers",
                 f"state={self.options.state}: {type(self.model).__name__} has no layer that carries a state along the "
-                "sequence; drop state"
+                "sequence; drop state",
             )
 
     def install(self, inside: Collection[str]) -> TechniqueResult:

@@ -64,23 +64,16 @@ def trainer_arguments(recipe: Recipe, output: Path, *, documents: bool, rows: in
         **recipe.optimizer_arguments,
         **_packing(recipe, documents),
         **_sequence_split(recipe),
+        **_evaluation(recipe),
     }
-    if recipe.save_steps:
-        values["save_steps"] = recipe.save_steps
-    if recipe.eval_dataset is not None:
-        # Each at a step that is saved, so that the best checkpoint is one that can be kept.
-        every = recipe.eval_steps or recipe.save_steps or 500
-        values |= {
-            "eval_strategy": "steps", "eval_steps": every, "save_steps": recipe.save_steps or every,
-            "per_device_eval_batch_size": recipe.batch_size, "metric_for_best_model": best_metric(recipe),
-            "prediction_loss_only": True,
-        }  # fmt: skip
     if recipe.is_demo:
         values |= {"warmup_steps": 3, "lr_scheduler_type": "cosine"}
     values |= trainer_values(recipe)
     values |= _checkpointing(recipe, SFTConfig.__dataclass_fields__)
     if values["use_cpu"] and (idle := [key for key in ("fp16", "activation_offloading") if values.get(key)]):
-        raise UserError(f"trainer.{idle[0]} needs an accelerator, and none is available; drop it")
+        raise UserError(
+            "trainer.needs-accelerator", f"trainer.{idle[0]} needs an accelerator, and none is available; drop it"
+        )
     try:
         with warnings.catch_warnings():
             # TRL itself sets the name that Transformers has deprecated.
@@ -88,7 +81,9 @@ def trainer_arguments(recipe: Recipe, output: Path, *, documents: bool, rows: in
             return SFTConfig(**values)
     except (ValueError, TypeError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise UserError(f"the trainer refuses these settings ({reason}); fix 'trainer:' in the recipe") from None
+        raise UserError(
+            "trainer.refused", f"the trainer refuses these settings ({reason}); fix 'trainer:' in the recipe"
+        ) from None
 
 
 def adapter_config(lora: LoraRecipe | None, model: nn.Module, frozen: Sequence[str] = ()) -> LoraConfig | None:
@@ -130,7 +125,10 @@ def load_adapters(model: Any, lora: LoraRecipe) -> None:
     except (RuntimeError, ValueError, OSError) as error:
         unexpected = [str(error).strip().splitlines()[0]]
     if unexpected:
-        raise UserError(f"the adapters of lora.start {lora.start!r} do not fit this model: {unexpected[0]}")
+        raise UserError(
+            "lora.start-does-not-fit",
+            f"the adapters of lora.start {lora.start!r} do not fit this model: {unexpected[0]}",
+        )
 
 
 def describe_adapters(model: nn.Module) -> str:
@@ -164,14 +162,27 @@ def _short(count: int) -> str:
     return f"{count:,}"
 
 
+def _evaluation(recipe: Recipe) -> dict[str, Any]:
+    if recipe.eval_dataset is None:
+        return {"save_steps": recipe.save_steps} if recipe.save_steps else {}
+    # Each at a step that is saved, so that the best checkpoint is one that can be kept.
+    every = recipe.eval_steps or recipe.save_steps or 500
+    return {
+        "eval_strategy": "steps", "eval_steps": every, "save_steps": recipe.save_steps or every,
+        "per_device_eval_batch_size": recipe.batch_size, "metric_for_best_model": best_metric(recipe),
+        "prediction_loss_only": True,
+    }  # fmt: skip
+
+
 def _packing(recipe: Recipe, documents: bool) -> dict[str, Any]:
     packing = recipe.packing
     if packing is None and documents:
         packing = "wrapped"
     if packing and recipe.cp_size > 1:
         raise UserError(
+            "dataset.text-files-with-cp-size",
             f"text files are packed to max_length tokens, but ring attention (cp_size {recipe.cp_size}) does not "
-            "support packing; use a dataset of rows, or 'packing: false' for one sequence per file"
+            "support packing; use a dataset of rows, or 'packing: false' for one sequence per file",
         )
     if not packing:
         return {"packing": False}
@@ -219,12 +230,19 @@ def _checkpointing(recipe: Recipe, fields: Any) -> dict[str, Any]:
     name = "activation_checkpointing" if "activation_checkpointing" in fields else "gradient_checkpointing"
     keys = [key for key in CHECKPOINT_KWARGS if recipe.trainer.get(key) is not None]
     if len(keys) > 1:
-        raise UserError(f"trainer.{keys[0]} and trainer.{keys[1]} are the same setting; keep one")
+        raise UserError(
+            "trainer.key-given-twice", f"trainer.{keys[0]} and trainer.{keys[1]} are the same setting; keep one"
+        )
     kwargs: Any = recipe.trainer[keys[0]] if keys else {}
     if not isinstance(kwargs, dict):
-        raise UserError(f"recipe key 'trainer.{keys[0]}': got {shown(kwargs)}, expected a mapping")
+        raise UserError(
+            "trainer.not-a-mapping", f"recipe key 'trainer.{keys[0]}': got {shown(kwargs)}, expected a mapping"
+        )
     if keys and not recipe.recomputes:
-        raise UserError(f"trainer.{keys[0]} configures activation checkpointing, but checkpoint is 'none'; drop one")
+        raise UserError(
+            "trainer.checkpointing-off",
+            f"trainer.{keys[0]} configures activation checkpointing, but checkpoint is 'none'; drop one",
+        )
     kwargs = {"use_reentrant": recipe.lora is not None and adapters_need_reentrant(recipe.engine), **kwargs}
     if recipe.lora is not None and recipe.engine == "zero3" and not kwargs["use_reentrant"]:
         del kwargs["use_reentrant"]

@@ -43,13 +43,17 @@ def check_early(recipe: Recipe) -> None:
                 check_hub_name(dataset, "dataset")
     check_model(recipe.model)
     if recipe.trainer.get("use_liger_kernel") and find_spec("liger_kernel") is None:
-        raise UserError("trainer.use_liger_kernel needs liger-kernel; install it with: pip install liger-kernel")
+        raise UserError(
+            "trainer.liger-missing",
+            "trainer.use_liger_kernel needs liger-kernel; install it with: pip install liger-kernel",
+        )
     if recipe.trainer.get("push_to_hub") and (
         constants.HF_HUB_OFFLINE or get_token() is None or not can_connect(constants.ENDPOINT)
     ):
         raise UserError(
+            "trainer.hub-unreachable",
             f"trainer.push_to_hub needs access to {constants.ENDPOINT}, HF_HUB_OFFLINE unset and a token (hf auth "
-            "login, or HF_TOKEN); or drop push_to_hub"
+            "login, or HF_TOKEN); or drop push_to_hub",
         )
 
 
@@ -74,13 +78,17 @@ def existing_model(model: str) -> str:
         return str(path)
     if (path / "adapter_config.json").is_file():
         raise UserError(
+            "model.adapters-only",
             f"model directory {model!r} has adapters only; give their base model and --lora start={model}, or resume "
-            "their run with --resume --output DIR"
+            "their run with --resume --output DIR",
         )
     if path.exists():
-        raise UserError(f"model {model!r} has no config.json; expected a directory written by save_pretrained")
+        raise UserError(
+            "model.config-missing",
+            f"model {model!r} has no config.json; expected a directory written by save_pretrained",
+        )
     if model.startswith((".", "/", "~")) or model.count("/") > 1:
-        raise UserError(f"model {model!r} does not exist; expected a model directory or a Hub id")
+        raise UserError("model.not-found", f"model {model!r} does not exist; expected a model directory or a Hub id")
     return model
 
 
@@ -92,10 +100,14 @@ def check_trackers(report_to: str | list[str]) -> None:
     """
     for name in {*([report_to] if isinstance(report_to, str) else report_to)} - {"none", "all"}:
         if name not in TRACKERS:
-            raise UserError(f"got report_to {name!r}, expected none, all, or some of {', '.join(TRACKERS)}")
+            raise UserError(
+                "report-to.unknown", f"got report_to {name!r}, expected none, all, or some of {', '.join(TRACKERS)}"
+            )
         packages = TRACKERS[name]
         if packages and not any(find_spec(package) for package in packages):
-            raise UserError(f"report_to {name!r} needs {packages[0]}; run: pip install {packages[0]}")
+            raise UserError(
+                "report-to.package-missing", f"report_to {name!r} needs {packages[0]}; run: pip install {packages[0]}"
+            )
 
 
 def check_hub_name(name: str, repo_type: str) -> None:
@@ -117,9 +129,11 @@ def check_hub_name(name: str, repo_type: str) -> None:
         return
     subject = f"{repo_type} {name!r} is neither a local path nor in the local Hub cache, and"
     if constants.HF_HUB_OFFLINE:
-        raise UserError(f"{subject} HF_HUB_OFFLINE is set; check the spelling, or unset it")
+        raise UserError("hub.offline", f"{subject} HF_HUB_OFFLINE is set; check the spelling, or unset it")
     if not can_connect(constants.ENDPOINT):
-        raise UserError(f"{subject} {constants.ENDPOINT} cannot be reached; check the spelling, or the network")
+        raise UserError(
+            "hub.unreachable", f"{subject} {constants.ENDPOINT} cannot be reached; check the spelling, or the network"
+        )
 
 
 def can_connect(address: str) -> bool:

@@ -110,7 +110,9 @@ def load_rows(dataset: str, *, key: str = "dataset_split", split: str = "train",
     check_path(dataset)
     path, files = Path(dataset).expanduser(), list[Path]()
     if config is not None and path.is_file():
-        raise UserError(f"dataset {dataset!r} is one file, got {CONFIG_KEYS[key]} {config!r}; drop it")
+        raise UserError(
+            "dataset.file-with-config", f"dataset {dataset!r} is one file, got {CONFIG_KEYS[key]} {config!r}; drop it"
+        )
     try:
         if not path.exists():
             loaded = Loaded(dataset, load_dataset(dataset, config, split=split, streaming=streaming))
@@ -125,15 +127,20 @@ def load_rows(dataset: str, *, key: str = "dataset_split", split: str = "train",
         configs = re.search(r"available configs: (\[.*?\])", str(error))
         if configs is not None:
             raise UserError(
-                f"dataset {dataset!r} has several configurations; set {CONFIG_KEYS[key]} to one of {configs[1]}"
+                "dataset.several-configurations",
+                f"dataset {dataset!r} has several configurations; set {CONFIG_KEYS[key]} to one of {configs[1]}",
             ) from None
         raise UserError(
-            find_broken_line(files) or f"cannot read {dataset!r} ({key} {split!r}): {reason_of(error)}"
+            "dataset.unreadable",
+            find_broken_line(files) or f"cannot read {dataset!r} ({key} {split!r}): {reason_of(error)}",
         ) from error
     if streaming and loaded.documents:
-        raise UserError(f"dataset {dataset!r} consists of text files, which cannot be streamed; drop --streaming")
+        raise UserError(
+            "dataset.text-files-streamed",
+            f"dataset {dataset!r} consists of text files, which cannot be streamed; drop --streaming",
+        )
     if not streaming and len(loaded.rows) == 0:
-        raise UserError(f"dataset {dataset!r} has no rows")
+        raise UserError("dataset.empty", f"dataset {dataset!r} has no rows")
     return loaded
 
 
@@ -145,7 +152,9 @@ def check_path(dataset: str) -> None:
     """
     path = Path(dataset).expanduser()
     if not path.exists() and (dataset.startswith((".", "/", "~")) or path.suffix or dataset.count("/") > 1):
-        raise UserError(f"dataset {dataset!r} does not exist; expected a file, a directory or a Hub id")
+        raise UserError(
+            "dataset.not-found", f"dataset {dataset!r} does not exist; expected a file, a directory or a Hub id"
+        )
 
 
 def processes_for(rows: int) -> int | None:
@@ -243,9 +252,14 @@ def _find_files(path: Path, key: str, split: str, config: str | None) -> list[Pa
 
 def _check_split(path: Path, key: str, split: str, splits: list[str]) -> None:
     if splits and split not in splits:
-        raise UserError(f"dataset {str(path)!r} has no split {split!r}; set {key} to one of {', '.join(splits)}")
+        raise UserError(
+            "dataset.split-unknown",
+            f"dataset {str(path)!r} has no split {split!r}; set {key} to one of {', '.join(splits)}",
+        )
     if not splits and split != SPLIT_KEYS[key]:
-        raise UserError(f"dataset {str(path)!r} has no splits, got {key} {split!r}; drop it, or pass the file")
+        raise UserError(
+            "dataset.no-splits", f"dataset {str(path)!r} has no splits, got {key} {split!r}; drop it, or pass the file"
+        )
 
 
 def _builder(file: Path) -> str | None:

@@ -58,8 +58,9 @@ def demo_rows(tokenizer: PreTrainedTokenizerBase, max_length: int) -> Dataset:
     rows = [tokens[start : start + max_length] for start in range(0, len(tokens) - max_length + 1, max_length)]
     if not rows:
         raise UserError(
+            "demo.max-length-too-large",
             f"the demo's dataset has {len(tokens):,} tokens, fewer than max_length {max_length:,}; use a smaller "
-            "--max-length"
+            "--max-length",
         )
     return Dataset.from_dict({"input_ids": rows})
 

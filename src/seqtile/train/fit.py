@@ -104,7 +104,10 @@ def request_of(recipe: Recipe, memory: int | None = None, nodes: int = 1) -> Req
     quantised = recipe.model_kwargs.get("quantization_config") or {}
     four_bit = recipe.qlora or (isinstance(quantised, dict) and bool(quantised.get("load_in_4bit")))
     if quantised and not (four_bit and recipe.lora):
-        raise UserError("--fit supports no other quantization than 4-bit weights with lora; drop --fit")
+        raise UserError(
+            "fit.quantization-unsupported",
+            "--fit supports no other quantization than 4-bit weights with lora; drop --fit",
+        )
     config = load_config(recipe)
     lora = None
     if (adapters := recipe.lora) is not None:

@@ -49,6 +49,10 @@ GRACE_SECONDS = 15.0
 """How long processes may go on after a request to stop at once."""
 
 
+class RankRefused(Exception):
+    """A process's ``UserError`` with its id in the text, which is all that torch's agent passes on of an error."""
+
+
 def launch(
     recipe: Recipe, *, worker: str, say: Callable[[str], None], nodes: Nodes | None = None,
     wait_seconds: float = WAIT_SECONDS, resume: bool, overwrite: bool, **how: Any,
@@ -75,7 +79,7 @@ def launch(
     from seqtile.train.run_directory import newest_whole
 
     if nodes is not None and recipe.on_oom == "retry":
-        raise UserError("--on-oom retry works on a single node, got several; drop it")
+        raise UserError("on-oom.retry-on-several-nodes", "--on-oom retry works on a single node, got several; drop it")
     require_packages()
     count = nodes.count if nodes else 1
     recipe = _counted(recipe, count)
@@ -137,25 +141,30 @@ def _counted(recipe: Recipe, nodes: int) -> Recipe:
 
     if recipe.engine.startswith("zero"):
         if find_spec("deepspeed") is None:
-            raise UserError(f"engine {recipe.engine!r} needs DeepSpeed; run: pip install deepspeed")
+            raise UserError(
+                "engine.deepspeed-missing", f"engine {recipe.engine!r} needs DeepSpeed; run: pip install deepspeed"
+            )
         check_build_locks()
     recipe = resolve(recipe)
     devices = torch.accelerator.device_count() if torch.accelerator.is_available() else None
     if recipe.nproc is None and devices is None:
         raise UserError(
+            "engine.no-accelerator",
             f"engine {recipe.engine!r} starts one process per accelerator, and none is available; set --nproc to "
-            "run on the CPU"
+            "run on the CPU",
         )
     recipe = resolve(recipe.model_copy(update={"nproc": recipe.nproc or nodes * (devices or 1)}))
     if (recipe.nproc or 1) % nodes:
         raise UserError(
+            "nproc.not-multiple-of-nodes",
             f"got nproc {recipe.nproc} on {nodes} nodes, expected a multiple of {nodes} (it counts the processes of "
-            "all nodes)"
+            "all nodes)",
         )
     if devices is not None and (recipe.nproc or 1) > nodes * devices:
         raise UserError(
+            "nproc.too-few-accelerators",
             f"got nproc {recipe.nproc} on {nodes} node{'s' * (nodes > 1)}, but this node has {devices} accelerators; "
-            f"use at most --nproc {nodes * devices}"
+            f"use at most --nproc {nodes * devices}",
         )
     return recipe
 
@@ -270,8 +279,9 @@ def _error_to_raise(
     if isinstance(error, DistError) and nodes is not None:
         if "EADDRINUSE" in str(error):
             return UserError(
+                "nodes.port-in-use",
                 f"node 0 cannot listen at {nodes.rendezvous}: the port is in use; choose another port, the same on "
-                "each node"
+                "each node",
             )
         return RunError(
             f"the {nodes.count} nodes did not all connect to {nodes.rendezvous} within {wait_seconds:g} s; run the "
@@ -305,8 +315,9 @@ def _first_failure(failures: Mapping[int, ProcessFailure], asked: int | None, ou
     rank = min(failures, key=order)
     failure = failures[rank]
     name, _, sentence = message_of(failure).partition(": ")
-    if name == "UserError":
-        return UserError(sentence)
+    if name == RankRefused.__name__:
+        code, _, sentence = sentence.partition(": ")
+        return UserError(code, sentence)
     if name in ("RunError", "OutOfMemory"):
         return RunError(sentence)
     if was_ended(failure) or (asked is not None and lost_another(failure)):

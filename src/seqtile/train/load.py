@@ -61,7 +61,8 @@ def load_model(recipe: Recipe, *, pictures: bool = False) -> tuple[PreTrainedMod
     if recipe.model == DEMO:
         if recipe.weights_kwargs or recipe.rope_scaling or recipe.dtype not in (None, "mixed", "float32"):
             raise UserError(
-                "model_kwargs, attention, qlora, rope_scaling and dtype do not apply to the demo's model; set model"
+                "demo.model-settings",
+                "model_kwargs, attention, qlora, rope_scaling and dtype do not apply to the demo's model; set model",
             )
         tokenizer = tokenizer_of(recipe)
         model = demo.build_demo_model(recipe.seed, tokenizer)
@@ -94,8 +95,9 @@ def _with_experts(kwargs: dict[str, Any], config: Any, recipe: Recipe) -> dict[s
     method = quantization_of(config)
     if method and method != "bitsandbytes":
         raise UserError(
+            "qlora.already-quantized",
             f"the weights of {recipe.model!r} are quantized already ({method}), and 4-bit loading (qlora) needs 16-bit "
-            "ones; use a 16-bit copy of the model"
+            "ones; use a 16-bit copy of the model",
         )
     if not experts_of(config.get_text_config()):
         return kwargs
@@ -120,7 +122,10 @@ def tokenizer_of(recipe: Recipe) -> PreTrainedTokenizerBase:
     path = existing_model(recipe.model)
     tokenizer = _load("tokenizer", transformers.AutoTokenizer, path, recipe, **_hub_kwargs(recipe))
     if tokenizer.eos_token is None:
-        raise UserError(f"the tokenizer of {recipe.model!r} has no end-of-text token; set eos_token in its files")
+        raise UserError(
+            "model.tokenizer-without-end",
+            f"the tokenizer of {recipe.model!r} has no end-of-text token; set eos_token in its files",
+        )
     return tokenizer  # type: ignore[no-any-return]
 
 
@@ -137,7 +142,10 @@ def processor_of(recipe: Recipe) -> Any:
         "processor", transformers.AutoProcessor, existing_model(recipe.model), recipe, **_hub_kwargs(recipe)
     )
     if not isinstance(processor, transformers.ProcessorMixin):
-        raise UserError(f"model {recipe.model!r} has no processor of pictures; add its preprocessor_config.json")
+        raise UserError(
+            "model.processor-missing",
+            f"model {recipe.model!r} has no processor of pictures; add its preprocessor_config.json",
+        )
     tokenizer = processor.tokenizer
     processor.chat_template = processor.chat_template or tokenizer.chat_template
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
@@ -194,7 +202,8 @@ def load_bare(recipe: Recipe) -> PreTrainedModel:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(
-            f"cannot build a causal language model from {path!r} ({reason}); expected the config.json of one"
+            "model.not-buildable",
+            f"cannot build a causal language model from {path!r} ({reason}); expected the config.json of one",
         ) from None
     return model
 
@@ -283,8 +292,9 @@ def check_checkpoints(model: Any, arguments: Any) -> None:
     kwargs = arguments.gradient_checkpointing_kwargs or {}
     if arguments.gradient_checkpointing and kwargs.get("use_reentrant") and shares_keys(model):
         raise UserError(
+            "checkpoint.reentrant-shared-keys",
             f"layers of {type(model).__name__} share keys and values, so reentrant activation checkpointing loses "
-            "part of their gradient; drop use_reentrant, or with adapters under zero3 upgrade DeepSpeed to 0.19.4"
+            "part of their gradient; drop use_reentrant, or with adapters under zero3 upgrade DeepSpeed to 0.19.4",
         )
 
 
@@ -343,8 +353,9 @@ def auto_class(config: Any, recipe: Recipe, *, pictures: bool = False) -> Any:
     if type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and not config.is_encoder_decoder:
         return transformers.AutoModelForImageTextToText
     raise UserError(
+        "model.not-causal",
         f"{recipe.model!r} is not a causal language model ({config.model_type}); train it with transformers' "
-        "Trainer after seqtile.apply"
+        "Trainer after seqtile.apply",
     )
 
 
@@ -403,15 +414,17 @@ def _load(what: str, loader: Any, path: str, recipe: Recipe, **kwargs: Any) -> A
         return loader.from_pretrained(path, trust_remote_code=recipe.trust_remote_code, **kwargs)
     except UnpicklingError:
         raise UserError(
+            "model.unsafe-file",
             f"cannot load the {what} of model {recipe.model!r}: a .bin file contains more than tensors, so loading "
-            "it could run arbitrary code; use .safetensors files"
+            "it could run arbitrary code; use .safetensors files",
         ) from None
     except (SafetensorError, EOFError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "PytorchStreamReader" not in str(error):
             raise
         raise UserError(
+            "model.corrupt-file",
             f"cannot load the {what} of model {recipe.model!r}: a file is corrupt or truncated ({error}); download "
-            "it again"
+            "it again",
         ) from None
     except (OSError, ValueError, KeyError, TypeError, ImportError, StrictDataclassError) as error:
         # A value of a wrong type or size in config.json: the last line names it.
@@ -420,29 +433,33 @@ def _load(what: str, loader: Any, path: str, recipe: Recipe, **kwargs: Any) -> A
             close = difflib.get_close_matches(unknown[1], vars(kwargs["config"]), n=1, cutoff=0.6)
             hint = f"did you mean {close[0]!r}?" if close else "drop it"
             raise UserError(
+                "model-kwargs.unknown",
                 f"model_kwargs.{unknown[1]} is neither an argument of from_pretrained nor a field of the model's "
-                f"configuration; {hint}"
+                f"configuration; {hint}",
             ) from None
         lines = str(error).strip().splitlines() or [type(error).__name__]
         reason = lines[-1].strip() if isinstance(error, StrictDataclassError) else lines[0]
         if isinstance(error, ImportError):
             raise UserError(
+                "model.package-missing",
                 f"cannot load the {what} of model {recipe.model!r}: a package is missing ({reason}); install it, or "
                 + (
                     f"use attention sdpa in place of {recipe.attention}"
                     if recipe.attention
                     else "change the setting that needs it (in model_kwargs or the model's configuration)"
-                )
+                ),
             ) from None
         if "trust_remote_code" in str(error):
             raise UserError(
+                "model.custom-code",
                 f"model {recipe.model!r} needs its own code; review it, then set 'trust_remote_code: true' in the "
-                "recipe or pass --trust-remote-code"
+                "recipe or pass --trust-remote-code",
             ) from None
         files = " with the tokenizer's files (tokenizer.json)" if what == "tokenizer" else ""
         raise UserError(
+            "model.not-loaded",
             f"cannot load the {what} of model {recipe.model!r} ({reason}); expected a model directory{files}, or a Hub "
-            "id and a network"
+            "id and a network",
         ) from None
 
 
@@ -467,8 +484,9 @@ def _load_weights(path: str, recipe: Recipe, *, pictures: bool = False, **kwargs
         problem = f"{missing[0]} is missing ({len(missing)} such weights)"
     if problem:
         raise UserError(
+            "model.weights-mismatch",
             f"the weights of model {recipe.model!r} do not match its configuration: {problem}; use the config.json "
-            "that belongs to them"
+            "that belongs to them",
         )
     if unused:
         logger.warning("%d weights of %r are not used, for example %s", len(unused), recipe.model, unused[0])

@@ -260,4 +260,4 @@ def check_media_packages() -> None:
         UserError: with the package to install.
     """
     if find_spec("PIL") is None:
-        raise UserError("pictures need Pillow; run: pip install pillow")
+        raise UserError("images.pillow-missing", "pictures need Pillow; run: pip install pillow")

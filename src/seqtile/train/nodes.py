@@ -46,7 +46,7 @@ def find_nodes(
     values = _from_torchrun(environment) or _from_slurm(environment)
     if count == 1 or (count is None and values.get("--nodes") == "1"):
         if rank:
-            raise UserError(f"got --node-rank {rank} without --nodes")
+            raise UserError("nodes.rank-without-nodes", f"got --node-rank {rank} without --nodes")
         return None
     flags = {"--nodes": count, "--node-rank": rank, "--rendezvous": rendezvous}
     values |= {flag: str(value) for flag, value in flags.items() if value is not None}
@@ -54,20 +54,25 @@ def find_nodes(
         return None
     if missing := [flag for flag in flags if not values.get(flag)]:
         raise UserError(
+            "nodes.flags-missing",
             f"several nodes also need {' and '.join(missing)}: --nodes N --node-rank R --rendezvous HOST:PORT, with "
-            "the same N and the address of node 0 on each node"
+            "the same N and the address of node 0 on each node",
         )
     for flag in ("--nodes", "--node-rank"):
         if not (values[flag].isascii() and values[flag].isdigit()):
-            raise UserError(f"got {flag} {values[flag]!r}, expected an integer; the number of nodes is fixed")
+            raise UserError(
+                "nodes.not-an-integer",
+                f"got {flag} {values[flag]!r}, expected an integer; the number of nodes is fixed",
+            )
     nodes = Nodes(int(values["--nodes"]), int(values["--node-rank"]), values["--rendezvous"])
     if nodes.rank >= nodes.count:
-        raise UserError(f"got --node-rank {nodes.rank}, expected 0 to {nodes.count - 1}")
+        raise UserError("nodes.rank-out-of-range", f"got --node-rank {nodes.rank}, expected 0 to {nodes.count - 1}")
     address = re.fullmatch(r"(\[[0-9A-Fa-f:.]+\]|[\w.-]+):([0-9]{1,5})", nodes.rendezvous, re.ASCII)
     if address is None or not 0 < int(address[2]) < 65536:
         raise UserError(
+            "nodes.rendezvous-malformed",
             f"got --rendezvous {nodes.rendezvous!r}, expected HOST:PORT with an address of node 0 that all nodes "
-            "reach (IPv6 in brackets) and a free port"
+            "reach (IPv6 in brackets) and a free port",
         )
     return nodes
 
@@ -90,8 +95,9 @@ def _from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
     tasks = environment.get("SLURM_STEP_NUM_TASKS", count)
     if tasks != count:
         raise UserError(
+            "nodes.several-tasks-per-node",
             f"srun started {tasks} tasks on {count} nodes, expected one per node (seqtile train starts the "
-            "processes of the devices); use srun --ntasks-per-node=1"
+            "processes of the devices); use srun --ntasks-per-node=1",
         )
     job = environment.get("SLURM_JOB_ID", "0")
     port = environment.get("MASTER_PORT") or str(SLURM_PORT + (int(job) if job.isdigit() else 0) % SLURM_PORTS)

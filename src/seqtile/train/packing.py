@@ -61,14 +61,16 @@ def check_packing(model: Any, arguments: Any) -> None:
     if states:
         state, layers = next(iter(states.items()))
         raise UserError(
+            "packing.shared-state",
             f"packing with {type(model).__name__}: packed documents would share state ({state}, in {layers[0]} and "
             "others), which is not reset between documents; turn packing off, or set packing 'wrapped' to join "
-            "documents on purpose"
+            "documents on purpose",
         )
     raise UserError(
+        "packing.no-document-mask",
         f"packing with {type(model).__name__} and {attention} attention: packed documents would attend to each "
         "other (Transformers builds this model's mask without position_ids); turn packing off, set packing "
-        "'wrapped' to join documents on purpose, or use another attention"
+        "'wrapped' to join documents on purpose, or use another attention",
     )
 
 

@@ -126,8 +126,9 @@ def visual_tokens(config: Any) -> tuple[int, ...]:
     visual = tuple(sorted(token for token in ids if isinstance(token, int)))
     if not visual:
         raise UserError(
+            "images.model-without-token",
             f"model type {config.model_type!r} names no token of pictures in its configuration (expected one of "
-            f"{', '.join(VISUAL)}), so their labels would be trained; train it on text"
+            f"{', '.join(VISUAL)}), so their labels would be trained; train it on text",
         )
     return visual
 
@@ -265,7 +266,7 @@ def count_tokens(row_set: RowSet, collator: PictureCollator, max_length: int | N
             number = index if row_set.numbers is None else row_set.numbers[index]
             if not skip:
                 place = f"dataset {row_set.source.dataset!r}, {row_set.source.place(number)}"
-                raise UserError(f"{place}: {_what_fits(tokens, max_length)}")
+                raise UserError("images.row-too-long", f"{place}: {_what_fits(tokens, max_length)}")
             reason = "pictures do not fit max_length"
             row_set.left_out[reason] = row_set.left_out.get(reason, 0) + 1
             continue
@@ -280,7 +281,10 @@ def count_tokens(row_set: RowSet, collator: PictureCollator, max_length: int | N
         else:
             summary.largest_picture = max(summary.largest_picture, tokens.each)
     if not kept:
-        raise UserError(f"dataset {row_set.source.dataset!r}: the pictures of no row fit max_length {max_length}")
+        raise UserError(
+            "images.no-row-fits",
+            f"dataset {row_set.source.dataset!r}: the pictures of no row fit max_length {max_length}",
+        )
     if len(kept) < len(counts):
         row_set.numbers = kept if row_set.numbers is None else [row_set.numbers[index] for index in kept]
         row_set.rows = row_set.rows.select(kept)

@@ -62,17 +62,21 @@ def join_launch(recipe: Recipe) -> Recipe:
     if recipe.engine == "single":
         if world > 1:
             raise UserError(
+                "launcher.with-engine-single",
                 f"a launcher started {world} processes, but engine is 'single'; use --engine ddp, fsdp2, zero2 or "
-                "zero3, or start seqtile train without a launcher"
+                "zero3, or start seqtile train without a launcher",
             )
         return recipe
     if recipe.nproc not in (None, world):
         raise UserError(
+            "launcher.process-count",
             f"engine {recipe.engine!r} expects {recipe.nproc} processes, but the launcher started {world}; use "
-            "seqtile train --engine, or accelerate launch with the same number"
+            "seqtile train --engine, or accelerate launch with the same number",
         )
     if recipe.output is None:
-        raise UserError("under a launcher all processes need the same directory; set --output")
+        raise UserError(
+            "launcher.without-output", "under a launcher all processes need the same directory; set --output"
+        )
     return recipe.model_copy(update={"nproc": world})
 
 
@@ -107,14 +111,18 @@ def check_engine(trainer: Any, recipe: Recipe) -> None:
     engine, processes = _engine_of(trainer.model_wrapped), trainer.accelerator.num_processes
     if (engine, processes) != (recipe.engine, recipe.nproc or 1):
         raise UserError(
+            "launcher.other-engine",
             f"got engine {recipe.engine!r} in {recipe.nproc or 1} processes, but accelerate set up {engine!r} (a "
             f"{type(trainer.model_wrapped).__name__}) in {processes}, so nothing was trained; use seqtile train "
-            f"--engine {recipe.engine}, or accelerate launch with that engine's configuration"
+            f"--engine {recipe.engine}, or accelerate launch with that engine's configuration",
         )
     for name in ("sp_size", "cp_size"):
         split = getattr(getattr(trainer.accelerator, "parallelism_config", None), name, 1)
         if split != getattr(recipe, name):
-            raise UserError(f"got {name} {getattr(recipe, name)}, but accelerate splits sequences over {split}")
+            raise UserError(
+                "launcher.other-split",
+                f"got {name} {getattr(recipe, name)}, but accelerate splits sequences over {split}",
+            )
 
 
 def _engine_of(model: Any) -> str:
@@ -160,15 +168,17 @@ def agree(recipe: Recipe, data: Data, start: Path | None) -> None:
         for name, value in everyone[0][0].items():
             if settings.get(name, value) != value:
                 raise UserError(
+                    "ranks.settings-differ",
                     f"rank {rank} ({host}) has {name} {settings[name]!r}, but rank 0 ({everyone[0][2]}) has "
                     f"{value!r}; use the same settings, versions and files on all ranks (set --fit-memory where "
-                    "devices differ)"
+                    "devices differ)",
                 )
     if any(token != everyone[0][1] for _, token, _ in everyone):
         if recipe.engine != "ddp":
             raise UserError(
+                "output.differs-by-node",
                 f"output {recipe.output!r} is a different directory on each node, but engine {recipe.engine!r} "
-                "writes its checkpoints into one; use a shared directory for --output, or --engine ddp"
+                "writes its checkpoints into one; use a shared directory for --output, or --engine ddp",
             )
         data.arguments.save_on_each_node = True
 

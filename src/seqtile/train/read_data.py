@@ -136,15 +136,19 @@ def refuse_beside_pictures(recipe: Recipe, sets: Mapping[str, RowSet], arguments
         UserError: with what to change.
     """
     if arguments.packing or arguments.padding_free:
-        raise UserError("packed rows would lose their pictures; drop packing")
+        raise UserError("images.with-packing", "packed rows would lose their pictures; drop packing")
     if recipe.streaming:
-        raise UserError("rows with pictures cannot be streamed, but their files are read as they train; drop streaming")
+        raise UserError(
+            "images.with-streaming",
+            "rows with pictures cannot be streamed, but their files are read as they train; drop streaming",
+        )
     first, *others = (row_set.rows.features for row_set in sets.values())
     if any(features.get(name) != first.get(name) for features in others for name in ("sizes", "messages", "prompt")):
+        forms = " and ".join(", ".join(row_set.row_format.key_columns) for row_set in sets.values())
         raise UserError(
-            "with pictures the training and the evaluation data need the same form, got "
-            f"{' and '.join(', '.join(row_set.row_format.key_columns) for row_set in sets.values())}; write both as "
-            "'messages', or both as 'prompt' and 'completion' of messages"
+            "images.forms-differ",
+            f"with pictures the training and the evaluation data need the same form, got {forms}; write both as "
+            "'messages', or both as 'prompt' and 'completion' of messages",
         )
     for row_set in sets.values():
         # TRL's collator (1.16) reads none of these, also in rows of text among those with pictures.
@@ -153,17 +157,22 @@ def refuse_beside_pictures(recipe: Recipe, sets: Mapping[str, RowSet], arguments
             if index is not None:
                 number = index if row_set.numbers is None else row_set.numbers[index]
                 raise UserError(
+                    "images.column-unsupported",
                     f"dataset {row_set.source.dataset!r}, {row_set.source.place(number)}: "
                     f"{'a message left out of the loss' if column == COUNTED else repr(column)} is not supported in "
-                    "data with pictures; write tools into the system message, or train such rows without pictures"
+                    "data with pictures; write tools into the system message, or train such rows without pictures",
                 )
     videos = {bool(size) for row_set in sets.values() for sizes in row_set.rows["sizes"][:] for size in sizes["video"]}
     if len(videos) > 1:
         raise UserError(
-            "some videos are files and some are lists of frames, which no processor takes together; use one"
+            "images.videos-mixed",
+            "some videos are files and some are lists of frames, which no processor takes together; use one",
         )
     if recipe.split > 1:
-        raise UserError("rows with pictures cannot be split over processes; drop sp_size and cp_size")
+        raise UserError(
+            "images.with-sequence-parallel",
+            "rows with pictures cannot be split over processes; drop sp_size and cp_size",
+        )
     # A tower that trains has no gradients to reduce on a rank without a picture; all-linear leaves it out.
     trains_tower = recipe.lora is None or recipe.lora.target_modules != "all-linear"
     reduces_unused = recipe.engine == "ddp" or (recipe.engine == "fsdp2" and hasattr(FSDPModule, REDUCES_UNUSED))
@@ -171,9 +180,10 @@ def refuse_beside_pictures(recipe: Recipe, sets: Mapping[str, RowSet], arguments
         for row_set in sets.values():
             if len(row_set.media) > 1:
                 raise UserError(
+                    "images.mixed-rows",
                     f"dataset {row_set.source.dataset!r} has rows with pictures and rows without, or with videos, so "
                     "the vision tower would not run as often on every rank, and the ranks would wait for each other; "
-                    "use rows of one kind, --engine ddp, or --engine fsdp2 with PyTorch 2.13 or newer"
+                    "use rows of one kind, --engine ddp, or --engine fsdp2 with PyTorch 2.13 or newer",
                 )
 
 
@@ -215,11 +225,12 @@ def check_rows(source: Loaded, *, text_field: str = "text", skip: bool = False, 
         bad = next(index for index, problem in enumerate(problems) if problem)
         first = f"dataset {dataset!r}, {source.place(bad)}: {problems[bad]}"
         if not good:
-            raise UserError(f"{first}; none of the {len(rows):,} rows can be trained on")
+            raise UserError("dataset.no-valid-row", f"{first}; none of the {len(rows):,} rows can be trained on")
         if not skip:
             raise UserError(
+                "dataset.invalid-row",
                 f"{first} ({len(rows) - len(good):,} of {len(rows):,} rows are invalid); fix it, or skip such rows "
-                "with --skip-bad-rows"
+                "with --skip-bad-rows",
             )
     sampled = [index for index in source.sample() if not problems[index]] or good[:1]
     left_out = dict(Counter(problem for problem in problems if problem))
@@ -242,8 +253,9 @@ def _refuse_media(rows: Dataset, dataset: str) -> None:
     """Refuse pictures beside the text, which would be dropped."""
     if (name := _filled_column(rows)) is not None:
         raise UserError(
+            "dataset.media-column-in-text",
             f"dataset {dataset!r} has a column {name!r} that is not empty, but this model, or this kind of rows, "
-            "takes text only; drop the column, or use a model for pictures and rows of 'messages'"
+            "takes text only; drop the column, or use a model for pictures and rows of 'messages'",
         )
 
 

@@ -319,7 +319,7 @@ class Recipe(CheckedModel):
         try:
             return {**others, "options": options_of_keys(OptionKeys(**keys))}
         except ValidationError as error:
-            raise ValueError(first_problem(error)) from None
+            raise first_problem(error) from None
 
     @model_serializer(mode="wrap")
     def _spread(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -335,14 +335,20 @@ class Recipe(CheckedModel):
     def _known_packing(cls, packing: Any) -> Any:
         packing = packing.lower() if isinstance(packing, str) else packing
         if isinstance(packing, str) and packing not in ("bfd", "bfd_split", "wrapped", "true", "false"):
-            raise ValueError(f"got packing {shown(packing)}, expected true, false, bfd, bfd_split or wrapped")
+            raise UserError(
+                "option.unknown-choice",
+                f"got packing {shown(packing)}, expected true, false, bfd, bfd_split or wrapped",
+            )
         return packing
 
     @field_validator("fit")
     @classmethod
     def _known_fit(cls, fit: bool | str | None) -> bool | str | None:
         if isinstance(fit, str) and not parse_bytes(fit):
-            raise ValueError(f"got fit {shown(fit)}, expected true, false or each device's memory, such as '16GiB'")
+            raise UserError(
+                "fit.malformed",
+                f"got fit {shown(fit)}, expected true, false or each device's memory, such as '16GiB'",
+            )
         return fit
 
     @field_validator("trainer", "model_kwargs")
@@ -351,11 +357,15 @@ class Recipe(CheckedModel):
         named = NAMED_TRAINER_KEYS if info.field_name == "trainer" else NAMED_MODEL_KEYS
         for key, value in values.items():
             if key in named:
-                raise ValueError(f"{info.field_name}.{key} has its own recipe key; use {named[key]!r} instead")
+                raise UserError(
+                    "recipe.key-of-its-own",
+                    f"{info.field_name}.{key} has its own recipe key; use {named[key]!r} instead",
+                )
             if key in SECRETS and isinstance(value, str):
-                raise ValueError(
+                raise UserError(
+                    "recipe.secret",
                     f"{info.field_name}.{key} is a secret, which would be saved with the run; set HF_TOKEN instead, "
-                    "or run: hf auth login"
+                    "or run: hf auth login",
                 )
         return values
 
@@ -449,18 +459,23 @@ def read_recipe(path: str | Path) -> dict[str, Any]:
         values = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_OnceLoader)
     except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8 text"
-        raise UserError(f"cannot read recipe {str(path)!r} ({reason}); expected a YAML file") from None
+        raise UserError(
+            "recipe.unreadable", f"cannot read recipe {str(path)!r} ({reason}); expected a YAML file"
+        ) from None
     except (yaml.YAMLError, ValueError) as error:  # the second: an invalid date
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]
         raise UserError(
-            f"recipe {str(path)!r}{line} is not valid YAML: {problem}; expected 'key: value' lines"
+            "recipe.not-yaml", f"recipe {str(path)!r}{line} is not valid YAML: {problem}; expected 'key: value' lines"
         ) from None
     if values is None:
         return {}
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
-        raise UserError(f"recipe {str(path)!r} contains a {type(values).__name__}, expected 'key: value' lines")
+        raise UserError(
+            "recipe.not-a-mapping",
+            f"recipe {str(path)!r} contains a {type(values).__name__}, expected 'key: value' lines",
+        )
     return values
 
 
@@ -493,37 +508,40 @@ def build_recipe(file_values: Mapping[str, Any], flag_values: Mapping[str, Any])
     if ("model" in merged) != ("dataset" in merged):
         present, missing = ("model", "dataset") if "model" in merged else ("dataset", "model")
         raise UserError(
+            "recipe.model-without-dataset",
             f"got {present} {merged[present]!r} without a {missing}; set --{missing}, or --{missing} {DEMO} for the "
-            "demo's"
+            "demo's",
         )
     try:
         return Recipe(**merged), notes
     except ValidationError as error:
-        raise UserError(first_problem(error)) from None
+        raise first_problem(error) from None
 
 
-RECIPE_RULES: tuple[tuple[Callable[[Recipe], object], str], ...] = (
-    (lambda r: r.steps is not None and r.epochs is not None,
+RECIPE_RULES: tuple[tuple[str, Callable[[Recipe], object], str], ...] = (
+    ("steps.with-epochs", lambda r: r.steps is not None and r.epochs is not None,
      "got both steps {r.steps} and epochs {r.epochs:g}; use one"),
-    (lambda r: r.qlora and "quantization_config" in r.model_kwargs,
+    ("qlora.with-quantization-config", lambda r: r.qlora and "quantization_config" in r.model_kwargs,
      "got both qlora and model_kwargs.quantization_config; use one"),
-    (lambda r: r.eval_steps is not None and r.eval_dataset is None,
+    ("eval-steps.without-eval-dataset", lambda r: r.eval_steps is not None and r.eval_dataset is None,
      "got eval_steps {r.eval_steps} without eval_dataset; add --eval-dataset"),
-    (lambda r: r.eval_steps and r.save_steps and r.eval_steps % r.save_steps,
+    ("eval-steps.not-multiple-of-save-steps", lambda r: r.eval_steps and r.save_steps and r.eval_steps % r.save_steps,
      "eval_steps {r.eval_steps} is not a multiple of save_steps {r.save_steps}, so the best step may have no "
      "checkpoint; use a multiple, or drop save_steps"),
-    (lambda r: r.streaming and r.dataset == DEMO,
+    ("streaming.demo", lambda r: r.streaming and r.dataset == DEMO,
      "streaming needs a dataset, and the demo's is in memory; drop it"),
-    (lambda r: r.streaming and r.steps is None,
+    ("streaming.without-steps", lambda r: r.streaming and r.steps is None,
      "streaming needs a number of steps; add --steps"),
-    (lambda r: r.streaming and r.packing not in (None, False, "wrapped"),
+    ("streaming.with-packing", lambda r: r.streaming and r.packing not in (None, False, "wrapped"),
      "packing {r.packing!r} needs the length of every row, which a stream does not provide; use --packing wrapped "
      "or false"),
-    (lambda r: r.streaming and r.sp_size > 1, "streaming does not support sp_size {r.sp_size}; drop one"),
-    (lambda r: r.on_oom == "retry" and not r.tiled_mlp,
+    ("streaming.with-sp-size", lambda r: r.streaming and r.sp_size > 1,
+     "streaming does not support sp_size {r.sp_size}; drop one"),
+    ("on-oom.retry-untiled", lambda r: r.on_oom == "retry" and not r.tiled_mlp,
      "on_oom 'retry' lowers the tile size, which needs tiled_mlp true; drop one"),
     # The first handles an out-of-memory too; the second leaves no complete checkpoint.
-    (lambda r: r.on_oom == "retry" and (r.trainer.get("auto_find_batch_size") or r.trainer.get("save_only_model")),
+    ("on-oom.retry-with-trainer-key",
+     lambda r: r.on_oom == "retry" and (r.trainer.get("auto_find_batch_size") or r.trainer.get("save_only_model")),
      "on_oom 'retry' does not support trainer.auto_find_batch_size and save_only_model; drop one"),
 )  # fmt: skip
 """Recipe keys that exclude each other; :data:`seqtile.rules.RULES` has the other rules."""
@@ -535,9 +553,9 @@ def resolve(recipe: Recipe) -> Recipe:
     Raises:
         UserError: two settings of which one would be ignored, or that cannot run together.
     """
-    for matches, sentence in RECIPE_RULES:
+    for code, matches, sentence in RECIPE_RULES:
         if matches(recipe):
-            raise UserError(sentence.format(r=recipe))
+            raise UserError(code, sentence.format(r=recipe))
     check_combination(recipe.combination)
     rate = 3e-3 if recipe.is_demo else 2e-4 if recipe.lora else 2e-5
     filled: dict[str, Any] = {"learning_rate": recipe.learning_rate or rate}
@@ -564,7 +582,9 @@ def parse_lora(text: str) -> dict[str, Any]:
         settings = [f"r={settings[0]}"]
     pairs = [setting.partition("=") for setting in settings]
     if not pairs or not all(key.strip() and value.strip() for key, _, value in pairs):
-        raise UserError(f"got --lora {text!r}, expected a rank such as 16 or 'r=16,alpha=32,dropout=0.05'")
+        raise UserError(
+            "lora.malformed", f"got --lora {text!r}, expected a rank such as 16 or 'r=16,alpha=32,dropout=0.05'"
+        )
     values: dict[str, Any] = {key.strip(): value.strip() for key, _, value in pairs}
     targets = values.get("target_modules", "")
     if re.fullmatch(r"\w+(\+\w+)*", targets):
@@ -582,13 +602,18 @@ def _fold_peer_keys(values: dict[str, Any], source: str, notes: list[str]) -> di
     if values.get("blocks") == "none":
         switches[f"blocks: {values.pop('blocks')}"] = False
     if len(set(switches.values())) > 1:
-        raise UserError(f"{source}: got both {' and '.join(map(repr, switches))}; keep one")
+        raise UserError(
+            "tile.contradicting-switches", f"{source}: got both {' and '.join(map(repr, switches))}; keep one"
+        )
     if switches:
         values["tiled_mlp"] = next(iter(switches.values()))
     shards = values.pop("tiled_mlp_num_shards", None)
     if shards is not None:
         if values.get("tile") is not None:
-            raise UserError(f"{source}: got both tile {values['tile']!r} and tiled_mlp_num_shards {shards!r}; keep one")
+            raise UserError(
+                "tile.given-twice",
+                f"{source}: got both tile {values['tile']!r} and tiled_mlp_num_shards {shards!r}; keep one",
+            )
         values["tile"] = f"shards:{shards}"
     if values.get("tile") is None:
         values.pop("tile", None)
@@ -612,17 +637,18 @@ def _refuse_unknown(values: Mapping[str, Any], known: list[str], prefix: str) ->
             hint = f"did you mean {prefix + close[0]!r}?"
         else:
             hint = f"known keys: {', '.join(sorted(known))}"
-        raise UserError(f"unknown recipe key {prefix + key!r}; {hint}")
+        raise UserError("recipe.unknown-key", f"unknown recipe key {prefix + key!r}; {hint}")
 
 
-def first_problem(error: ValidationError) -> str:
+def first_problem(error: ValidationError) -> UserError:
     """The first of pydantic's complaints as one sentence: key, what was given, what was expected."""
     problem = error.errors(include_url=False)[0]
     if problem["type"] == "value_error":
-        return str(problem["ctx"]["error"])
+        cause = problem["ctx"]["error"]
+        return cause if isinstance(cause, UserError) else UserError("recipe.invalid-value", str(cause))
     key = ".".join(str(field) for field in problem["loc"])
     expected = problem["msg"][0].lower() + problem["msg"][1:]
-    return f"recipe key {key!r}: got {shown(problem['input'])}; {expected}"
+    return UserError("recipe.invalid-value", f"recipe key {key!r}: got {shown(problem['input'])}; {expected}")
 
 
 class _OnceLoader(yaml.SafeLoader):
@@ -651,7 +677,7 @@ def parse_bool(value: Any, name: str) -> bool:
         return value
     spelling = str(value).strip().lower()
     if spelling not in ("true", "yes", "on", "1", "false", "no", "off", "0"):
-        raise UserError(f"got {name} {value!r}, expected true or false")
+        raise UserError("option.not-a-bool", f"got {name} {value!r}, expected true or false")
     return spelling in ("true", "yes", "on", "1")
 
 

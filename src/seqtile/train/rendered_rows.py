@@ -92,6 +92,28 @@ class RowSet:
             self.sample_rows = self.sample_rows.remove_columns(MEDIA_COLUMNS)
 
 
+def _check_settings(dataset: str, row_format: RowFormat, is_chat: bool, tokenizer: Any, arguments: Any) -> None:
+    """Refuse chat without a template, and settings of the loss that the rows do not support."""
+    columns = " and ".join(row_format.key_columns)
+    if is_chat and not tokenizer.chat_template:
+        raise UserError(
+            "dataset.chat-without-template",
+            f"dataset {dataset!r} is chat, but the tokenizer has no chat template; set 'trainer: "
+            "{chat_template_path: FILE.jinja}', or write the rows as text",
+        )
+    if arguments.assistant_only_loss and not (row_format.is_chat or row_format.is_pair):
+        raise UserError(
+            "trainer.assistant-loss-without-chat",
+            f"assistant_only_loss needs chat messages, but dataset {dataset!r} has {columns}; drop it",
+        )
+    if arguments.completion_only_loss and not row_format.is_pair and row_format.key_columns != ("input_ids",):
+        raise UserError(
+            "trainer.completion-loss-without-pairs",
+            f"completion_only_loss needs 'prompt' and 'completion', but dataset {dataset!r} has {columns}; drop it, "
+            "or for chat use 'trainer: {assistant_only_loss: true}'",
+        )
+
+
 def check_rendered(
     row_set: RowSet, tokenizer: Any, arguments: Any, stops: Set[int] = frozenset(), collator: Any = None
 ) -> list[Tokens]:
@@ -110,19 +132,7 @@ def check_rendered(
     """
     rows, row_format, source, dataset = row_set.sample_rows, row_set.row_format, row_set.source, row_set.source.dataset
     is_chat = row_format.is_chat or isinstance(rows[0].get("prompt"), list)
-    columns = " and ".join(row_format.key_columns)
-    if is_chat and not tokenizer.chat_template:
-        raise UserError(
-            f"dataset {dataset!r} is chat, but the tokenizer has no chat template; set 'trainer: "
-            "{chat_template_path: FILE.jinja}', or write the rows as text"
-        )
-    if arguments.assistant_only_loss and not (row_format.is_chat or row_format.is_pair):
-        raise UserError(f"assistant_only_loss needs chat messages, but dataset {dataset!r} has {columns}; drop it")
-    if arguments.completion_only_loss and not row_format.is_pair and row_format.key_columns != ("input_ids",):
-        raise UserError(
-            f"completion_only_loss needs 'prompt' and 'completion', but dataset {dataset!r} has {columns}; drop it, "
-            "or for chat use 'trainer: {assistant_only_loss: true}'"
-        )
+    _check_settings(dataset, row_format, is_chat, tokenizer, arguments)
     try:
         if collator is None:
             prepared = mask_messages(prepare_like_sft(rows, tokenizer, arguments))
@@ -135,15 +145,18 @@ def check_rendered(
         if isinstance(error, UserError) or is_ours(error):
             raise
         raise UserError(
+            "dataset.not-rendered",
             f"dataset {dataset!r} cannot be rendered and tokenized: {in_its_words(error)}; fix the rows, or set "
-            "another chat template with 'trainer: {chat_template_path: FILE.jinja}'"
+            "another chat template with 'trainer: {chat_template_path: FILE.jinja}'",
         ) from error
     notes: dict[str, list[int]] = {}
     for number, (row, tokens) in enumerate(zip(rows, sample, strict=True)):
         try:
             row_notes = _compare_chat(row, row_format, tokens, tokenizer) if is_chat else _compare_ids(row)
         except ValueError as error:
-            raise UserError(f"dataset {dataset!r}, {source.place(row_set.sampled[number])}: {error}") from None
+            raise UserError(
+                "dataset.rendered-row-wrong", f"dataset {dataset!r}, {source.place(row_set.sampled[number])}: {error}"
+            ) from None
         if is_chat and stops:
             row_notes += _compare_end(row, row_format, tokens, tokenizer, stops)
         for note in dict.fromkeys(row_notes):
@@ -179,8 +192,9 @@ def check_ids(tokenised: Dataset, row_set: RowSet, vocabulary: int, tokenizer: A
                 index = start + next(index for index, row in enumerate(ids.to_pylist()) if token in row)
                 number = index if row_set.numbers is None else row_set.numbers[index]
                 raise UserError(
+                    "dataset.token-without-embedding",
                     f"dataset {row_set.source.dataset!r}, {row_set.source.place(number)}: "
-                    + no_embedding(token, vocabulary, None if "input_ids" in row_set.rows.column_names else tokenizer)
+                    + no_embedding(token, vocabulary, None if "input_ids" in row_set.rows.column_names else tokenizer),
                 )
         start += len(ids)
 
@@ -216,8 +230,9 @@ def trained_tokenizer(tokenizer: Any, settings: Mapping[str, Any]) -> Any:
             tokenizer.chat_template = AutoTokenizer.from_pretrained(path).chat_template
         except (OSError, ValueError) as error:
             raise UserError(
+                "trainer.chat-template-unreadable",
                 f"trainer.chat_template_path {path!r} is neither a file nor a tokenizer ({in_its_words(error)}); "
-                "expected a .jinja file"
+                "expected a .jinja file",
             ) from None
     if settings.get("eos_token") is not None:
         tokenizer.eos_token = settings["eos_token"]
@@ -264,8 +279,9 @@ def _mask_messages(row: Mapping[str, Any]) -> dict[str, Any]:
     answers = sum(counts for counts, _ in runs)
     if answers != len(row[COUNTED]):
         raise UserError(
+            "dataset.masked-spans-differ",
             f"a row masks messages, but the chat template marks {answers} spans for its {len(row[COUNTED])} "
-            "assistant messages; use a template with one {% generation %} for each"
+            "assistant messages; use a template with one {% generation %} for each",
         )
     counted, labels = iter(row[COUNTED]), []
     for counts, tokens in runs:

@@ -58,15 +58,19 @@ def resumed_recipe(file_values: dict[str, Any], flag_values: dict[str, Any]) -> 
     """
     directory = flag_values.get("output") or file_values.get("output")
     if not directory:
-        raise UserError("--resume needs the directory of the run; set --output")
+        raise UserError("resume.without-output", "--resume needs the directory of the run; set --output")
     path = Path(directory).expanduser() / RECIPE_FILE
     if not path.is_file():
-        raise UserError(f"output {str(directory)!r} has no earlier run (no {RECIPE_FILE}); start without --resume")
+        raise UserError(
+            "resume.no-earlier-run",
+            f"output {str(directory)!r} has no earlier run (no {RECIPE_FILE}); start without --resume",
+        )
     saved, _ = build_recipe(read_recipe(path), {})
     if saved.trust_remote_code and not (flag_values.get("trust_remote_code") or file_values.get("trust_remote_code")):
         raise UserError(
+            "resume.untrusted-code",
             f"{str(path)!r} sets trust_remote_code: true, which a saved recipe may not do; review the model's code "
-            "and pass --trust-remote-code again"
+            "and pass --trust-remote-code again",
         )
     started = saved.model_dump(mode="json")
     changes = {key: value for key, value in {**file_values, **flag_values}.items() if value is not None}
@@ -82,8 +86,9 @@ def resumed_recipe(file_values: dict[str, Any], flag_values: dict[str, Any]) -> 
     for key, value in resolve(recipe).model_dump(mode="json").items():
         if key not in may_change and value != started[key]:
             raise UserError(
+                "resume.key-changed",
                 f"--resume cannot change {key} from {started[key]!r} to {value!r}; drop it, or start a new run with "
-                "another --output"
+                "another --output",
             )
     return recipe, notes
 
@@ -100,14 +105,17 @@ def _on_other_processes(recipe: Recipe, saved: Recipe, changes: dict[str, Any]) 
     )
     if recipe.engine not in ANY_NUMBER:
         raise UserError(
+            "resume.other-processes",
             f"--resume cannot change {change} under engine {recipe.engine!r}, whose checkpoints need the same "
-            "number of processes; drop it"
+            "number of processes; drop it",
         )
     orders = {"streaming": recipe.streaming, **{key: recipe.trainer.get(key) for key in BY_PROCESSES}}
     for key, order in orders.items():
         if order and order not in ("random", "sequential"):
             raise UserError(
-                f"--resume cannot change {change} with {key} {order!r}, which determines the order of the rows; drop it"
+                "resume.other-order",
+                f"--resume cannot change {change} with {key} {order!r}, which determines the order of the rows; drop "
+                "it",
             )
     rows, at_once = saved.rows_of_a_step, recipe.changed(gradient_accumulation=1).rows_of_a_step
     if "gradient_accumulation" not in changes and at_once and rows % at_once == 0:
@@ -119,8 +127,9 @@ def _on_other_processes(recipe: Recipe, saved: Recipe, changes: dict[str, Any]) 
             else f"choose processes (--nproc, --cp-size) that divide {rows} rows"
         )
         raise UserError(
+            "resume.other-batch",
             f"--resume cannot change {change}: a step would have {recipe.rows_of_a_step} rows instead of {rows}; "
-            f"{advice}"
+            f"{advice}",
         )
     return recipe
 
@@ -155,8 +164,7 @@ def check_same_run(
 
     mark = read_mark(checkpoint)
     state = json.loads((checkpoint / TRAINER_STATE).read_text(encoding="utf-8"))
-    notes = []
-    steps = trainer.args.max_steps
+    notes, steps = [], trainer.args.max_steps
     if steps > 0 and steps != state["max_steps"] and trainer.args.lr_scheduler_type not in FLAT_SCHEDULES:
         notes.append(
             f"the learning rate schedule now ends at step {steps} instead of {state['max_steps']}; losses will "
@@ -170,20 +178,26 @@ def check_same_run(
         writers = f"{name} was written by {mark.processes} processes, this run has {trainer.args.world_size}"
         # DDP's checkpoints are complete for every rank, and PyTorch redistributes FSDP2's shards.
         if not (recipe.engine == "ddp" or (recipe.engine == "fsdp2" and (checkpoint / FSDP_SHARDS).is_dir())):
-            raise UserError(f"{writers}; {end}")
+            raise UserError("resume.other-processes", f"{writers}; {end}")
         if marked.get("rows_of_a_step") != run["rows_of_a_step"]:
             raise UserError(
+                "resume.other-batch",
                 f"{writers}, and a step would have {run['rows_of_a_step']} rows instead of "
-                f"{marked.get('rows_of_a_step', 'an unknown number')}; {end}"
+                f"{marked.get('rows_of_a_step', 'an unknown number')}; {end}",
             )
         notes.append(
             f"{writers}: a step still has {run['rows_of_a_step']} rows, but random numbers (dropout) and the rows "
             "that fill the last step of an epoch differ"
         )
     if marked.get("data") not in (None, run["data"]):
-        raise UserError(f"dataset {recipe.dataset!r} no longer has the rows that {name} was trained on; {end}")
+        raise UserError(
+            "resume.other-rows", f"dataset {recipe.dataset!r} no longer has the rows that {name} was trained on; {end}"
+        )
     if None not in (marked.get("frozen"), run["frozen"]) and marked["frozen"] != run["frozen"]:
-        raise UserError(f"model {recipe.model!r} no longer has the frozen weights that {name} was trained with; {end}")
+        raise UserError(
+            "resume.other-weights",
+            f"model {recipe.model!r} no longer has the frozen weights that {name} was trained with; {end}",
+        )
     changed = [
         f"{package} {old} is now {run['versions'].get(package)}"
         for package, old in marked.get("versions", {}).items()
@@ -191,9 +205,9 @@ def check_same_run(
     ]
     if changed:
         notes.append(f"{', '.join(changed)} since {name}; results may differ where these versions do")
-    if marked.get("tiling") not in (None, run["tiling"]) and tiling is not None:
-        if any(isinstance(module, nn.Dropout) and module.p > 0 for module in trainer.model.modules()):
-            notes.append("other tiles draw other dropout masks inside the blocks: same distribution, not the same run")
+    has_other_tiles = marked.get("tiling") not in (None, run["tiling"]) and tiling is not None
+    if has_other_tiles and any(isinstance(m, nn.Dropout) and m.p > 0 for m in trainer.model.modules()):
+        notes.append("other tiles draw other dropout masks inside the blocks: same distribution, not the same run")
     return notes
 
 

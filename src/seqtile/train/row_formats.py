@@ -220,13 +220,15 @@ def find_key_columns(columns: Sequence[str], dataset: str, text_field: str) -> t
             return key_columns
     if {"chosen", "rejected"} <= set(columns):
         raise UserError(
+            "dataset.preferences",
             f"dataset {dataset!r} has preferences (chosen, rejected), but seqtile train does supervised training; "
-            "use TRL's DPOTrainer with seqtile.apply, or write the chosen answers as 'messages'"
+            "use TRL's DPOTrainer with seqtile.apply, or write the chosen answers as 'messages'",
         )
     raise UserError(
+        "dataset.column-missing",
         f"dataset {dataset!r} has columns {', '.join(sorted(columns))}; expected 'messages', 'conversations', "
         f"'prompt' and 'completion', 'instruction' and 'output', 'query' and 'response', 'input_ids' or {text_field!r} "
-        "(name another text column with 'trainer: {dataset_text_field: NAME}')"
+        "(name another text column with 'trainer: {dataset_text_field: NAME}')",
     )
 
 

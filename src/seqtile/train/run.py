@@ -188,7 +188,10 @@ def _attempt(
         if start is None and not resume:
             check_output(recipe, output, overwrite=overwrite)
         elif start is None and not nothing_saved(output):
-            raise UserError(f"another run has written to output {str(output)!r} in the meantime; use --resume again")
+            raise UserError(
+                "output.written-meanwhile",
+                f"another run has written to output {str(output)!r} in the meantime; use --resume again",
+            )
         if overwrite:
             clear_output(output)
         save_recipe(recipe, output / RECIPE_FILE)
@@ -252,7 +255,9 @@ def require_packages() -> None:
 
     missing = [name for name in ("trl", "datasets", "peft") if find_spec(name) is None]
     if missing:
-        raise UserError(f"seqtile train needs {', '.join(missing)}; run: pip install {' '.join(missing)}")
+        raise UserError(
+            "train.package-missing", f"seqtile train needs {', '.join(missing)}; run: pip install {' '.join(missing)}"
+        )
 
 
 def _build(recipe: Recipe, output: Path, start: Path | None, display: Display) -> tuple[Any, Report | None]:
@@ -339,7 +344,9 @@ def _trainer(model: Any, data: Data, tokenizer: Any, adapters: Any) -> Any:
     except Exception as error:
         if not _is_refusal(error, Path(str(data.arguments.output_dir))):
             raise
-        raise UserError(f"the trainer rejects this model, dataset or recipe: {in_its_words(error)}") from error
+        raise UserError(
+            "trainer.rejects", f"the trainer rejects this model, dataset or recipe: {in_its_words(error)}"
+        ) from error
     trainer.remove_callback(PrinterCallback)
     return trainer
 
@@ -365,11 +372,12 @@ def _all_done(trainer: Any, resume_from: Path, output: Path) -> bool:
         return False
     if state["global_step"] > steps:
         raise UserError(
+            "resume.beyond-steps",
             f"{resume_from.name} has done {state['global_step']} steps, more than --steps {steps}; use more steps, or "
-            "an earlier checkpoint (--from-checkpoint)"
+            "an earlier checkpoint (--from-checkpoint)",
         )
     if not why_not_whole(output):
-        raise UserError(f"this run has finished its {steps} steps; use more --steps to continue")
+        raise UserError("resume.finished", f"this run has finished its {steps} steps; use more --steps to continue")
     logger.info("all %d steps are done; saving the model", steps)
     return True
 
@@ -384,8 +392,9 @@ def _train_steps(trainer: Any, resume_from: Path | None, stop: StopOnSignal, clo
         except Exception as error:
             if not clock.seconds and _is_refusal(error, output):
                 raise UserError(
+                    "train.first-step-fails",
                     f"the first step failed, and nothing was trained: {in_its_words(error)}; change the setting or "
-                    "the model that it names"
+                    "the model that it names",
                 ) from error
             if not is_out_of_memory(error):
                 raise

@@ -227,10 +227,14 @@ def _newest(output: Path) -> Path:
             logger.warning("skipped %s", problem)
         return newest
     if not skipped:
-        raise UserError(f"output {str(output)!r} has no checkpoint to resume from; use --overwrite instead of --resume")
+        raise UserError(
+            "resume.no-checkpoint",
+            f"output {str(output)!r} has no checkpoint to resume from; use --overwrite instead of --resume",
+        )
     raise UserError(
+        "resume.no-complete-checkpoint",
         f"no checkpoint in {str(output)!r} is complete ({'; '.join(skipped)}); to use one without a mark, from an "
-        f"older seqtile or another trainer, name it: --resume --from-checkpoint {numbered(output)[-1][1].name}"
+        f"older seqtile or another trainer, name it: --resume --from-checkpoint {numbered(output)[-1][1].name}",
     )
 
 
@@ -238,10 +242,16 @@ def _chosen(output: Path, name: str) -> Path:
     path = output / name
     if not _NAME.fullmatch(name) or not path.is_dir():
         names = ", ".join(path.name for _, path in numbered(output)) or "none"
-        raise UserError(f"got --from-checkpoint {name!r}, expected one of those in {str(output)!r}: {names}")
+        raise UserError(
+            "resume.checkpoint-unknown",
+            f"got --from-checkpoint {name!r}, expected one of those in {str(output)!r}: {names}",
+        )
     is_marked = (path / MARK).exists()
     if problem := why_not_whole(path) if is_marked else why_not_readable(path):
-        raise UserError(f"cannot resume from {name!r}: {problem}; name another checkpoint, or start a new run")
+        raise UserError(
+            "resume.checkpoint-broken",
+            f"cannot resume from {name!r}: {problem}; name another checkpoint, or start a new run",
+        )
     if not is_marked:
         logger.warning(
             "%s has no completeness mark; its files are readable, but missing files or changed data cannot be detected",
@@ -324,8 +334,9 @@ def check_pickles(folder: Path) -> None:
             problem = _problem_of_pickle(path)
         if problem:
             raise UserError(
+                "resume.unsafe-checkpoint",
                 f"{path.relative_to(folder.parent)} {problem}; loading it could run arbitrary code: use "
-                "--trust-checkpoint if you trust its author, or another --from-checkpoint"
+                "--trust-checkpoint if you trust its author, or another --from-checkpoint",
             )
 
 
@@ -397,12 +408,14 @@ def take_lock(lock: BaseFileLock) -> None:
         lock.acquire(timeout=1)  # another process may hold it for a check alone
     except Timeout:
         raise UserError(
-            f"output {output!r} is in use by another run; wait for it, end it, or use another --output"
+            "output.in-use", f"output {output!r} is in use by another run; wait for it, end it, or use another --output"
         ) from None
     except OSError as error:
         if error.errno in PROBLEMS:
             raise
-        raise UserError(f"cannot lock output {output!r} ({error.strerror}); use another --output") from None
+        raise UserError(
+            "output.cannot-lock", f"cannot lock output {output!r} ({error.strerror}); use another --output"
+        ) from None
 
 
 def check_unlocked(output: Path) -> None:
@@ -438,20 +451,25 @@ def check_output(recipe: Recipe, output: Path, *, overwrite: bool) -> None:
     for name in (recipe.model, recipe.dataset):
         source = Path(name).expanduser()
         if name != DEMO and source.exists() and target in (source.resolve(), *source.resolve().parents):
-            raise UserError(f"output {str(output)!r} contains {name!r}, which this run reads; use another --output")
+            raise UserError(
+                "output.contains-input",
+                f"output {str(output)!r} contains {name!r}, which this run reads; use another --output",
+            )
     dataset = Path(recipe.dataset).expanduser()
     if recipe.dataset != DEMO and dataset.is_dir() and dataset.resolve() in target.parents:
         raise UserError(
+            "output.inside-dataset",
             f"output {str(output)!r} lies inside the dataset {recipe.dataset!r}, so the next run would train on it; "
-            "use another --output"
+            "use another --output",
         )
     if output.is_dir() and any(path.name != LOCK for path in output.iterdir()):
         has_recipe = (output / RECIPE_FILE).is_file()
         if not overwrite:
             resume = "--resume to continue it, " if has_recipe else ""
             raise UserError(
+                "output.not-empty",
                 f"output {str(output)!r} is not empty; use {resume}--overwrite to replace an earlier run, or "
-                "another --output"
+                "another --output",
             )
         written = None
         with suppress(UserError):
@@ -459,8 +477,9 @@ def check_output(recipe: Recipe, output: Path, *, overwrite: bool) -> None:
         if not isinstance(written, str) or Path(written).name != target.name:
             holds = f"a {RECIPE_FILE} of another run" if has_recipe else f"no {RECIPE_FILE} of a run"
             raise UserError(
+                "output.holds-other-files",
                 f"output {str(output)!r} has {holds}, and --overwrite would delete the files beside it; use another "
-                "--output"
+                "--output",
             )
     check_writable(output)
 
@@ -480,7 +499,9 @@ def check_writable(output: Path, advice: str = "use another --output") -> None:
             pass
     except OSError as error:
         where = f", {disk_of(output)}" if error.errno in PROBLEMS else ""
-        raise UserError(f"cannot write to output {str(output)!r} ({error.strerror}{where}); {advice}") from None
+        raise UserError(
+            "output.not-writable", f"cannot write to output {str(output)!r} ({error.strerror}{where}); {advice}"
+        ) from None
 
 
 def saved_names(folder: Path) -> set[str]:

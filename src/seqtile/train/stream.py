@@ -46,7 +46,7 @@ class Stream:
         self._tokenised = 0
         first = next(self._read(), None)
         if first is None:
-            raise UserError(f"dataset {source.dataset!r} has no rows")
+            raise UserError("dataset.empty", f"dataset {source.dataset!r} has no rows")
         self.row_format = RowFormat(find_key_columns([*first], source.dataset, text_field), tuple(first), **settings)
         self.summary = DataSummary(trains_prompts=self.row_format.trains_prompts)
 
@@ -72,8 +72,9 @@ class Stream:
         ids, length = row["input_ids"], len(row["input_ids"])
         if ids and self.vocabulary is not None and max(ids) >= self.vocabulary:
             raise UserError(
+                "dataset.token-without-embedding",
                 f"dataset {self._source.dataset!r}, trained row {index + 1}: "
-                f"{no_embedding(max(ids), self.vocabulary, self.tokenizer)}"
+                f"{no_embedding(max(ids), self.vocabulary, self.tokenizer)}",
             )
         kept = self.summary.add_row(length)
         labels = row["labels"][-kept:] if keep_end else row["labels"][:kept]
@@ -102,18 +103,20 @@ class Stream:
                     first_problem or f"dataset {self._source.dataset!r}, {self._source.place(index)}: {error}"
                 )
                 if not self._skip:
-                    raise UserError(f"{first_problem}; fix it, or skip such rows with --skip-bad-rows") from None
+                    raise UserError(
+                        "dataset.invalid-row", f"{first_problem}; fix it, or skip such rows with --skip-bad-rows"
+                    ) from None
                 if is_new:
                     self.summary.left_out[str(error)] = self.summary.left_out.get(str(error), 0) + 1
                 continue
             has_good = True
             yield {name: result.get(name) for name in self.row_format.outputs}
         if not has_good:
-            raise UserError(f"{first_problem}; no row can be trained on")
+            raise UserError("dataset.no-valid-row", f"{first_problem}; no row can be trained on")
 
     def _read(self) -> Iterator[dict[str, Any]]:
         try:
             yield from self._source.rows
         except Exception as error:  # the readers raise many unrelated types
             reason = f"cannot read dataset {self._source.dataset!r}: {reason_of(error)}"
-            raise UserError(find_broken_line(self._source.files) or reason) from error
+            raise UserError("dataset.unreadable", find_broken_line(self._source.files) or reason) from error

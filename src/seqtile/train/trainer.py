@@ -180,8 +180,9 @@ class Trainer(SFTTrainer, _SplitLoss):
         )  # fmt: skip
         if not summary.trained:
             raise UserError(
+                "dataset.no-label",
                 f"no token of the {dataset_name} data is in the loss ({summary}); use rows with more text or "
-                "unmasked labels, or a larger --max-length"
+                "unmasked labels, or a larger --max-length",
             )
         return prepared
 
@@ -269,7 +270,8 @@ class Trainer(SFTTrainer, _SplitLoss):
             if isinstance(error, OSError) or is_ours(error) or disk_error(error, Path(str(self.args.output_dir))):
                 raise
             raise UserError(
-                f"the trained model could not be saved: {in_its_words(error)}; fix the file of the model that it names"
+                "output.model-not-saved",
+                f"the trained model could not be saved: {in_its_words(error)}; fix the file of the model that it names",
             ) from error
 
     def train_all(self, resume_from: Path | None) -> None:
@@ -281,8 +283,9 @@ class Trainer(SFTTrainer, _SplitLoss):
             self.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
             if self.state.global_step == 0:
                 raise UserError(
+                    "dataset.no-label",
                     "no step was trained: no token of any row is in the loss; use rows with more text, or a larger "
-                    "--max-length"
+                    "--max-length",
                 )
 
     def save_result(self, output: Path) -> None:

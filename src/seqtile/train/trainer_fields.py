@@ -40,22 +40,27 @@ def check_trainer_section(recipe: Recipe) -> None:
     best_metric(recipe)
     for pattern, package in OPTIMIZER_PACKAGES.items():
         if re.fullmatch(pattern, recipe.optimizer_arguments["optim"]) and find_spec(package) is None:
-            raise UserError(f"optimizer {recipe.optimizer!r} needs {package}; run: pip install {package}")
+            raise UserError(
+                "optimizer.package-missing",
+                f"optimizer {recipe.optimizer!r} needs {package}; run: pip install {package}",
+            )
     schedule, kwargs = recipe.trainer.get("lr_scheduler_type"), recipe.trainer.get("lr_scheduler_kwargs") or {}
     needed = SCHEDULE_ARGUMENTS.get(str(schedule), ())
     if needed and not any(key in kwargs for key in needed):
         raise UserError(
+            "trainer.schedule-needs-argument",
             f"lr_scheduler_type {schedule!r} needs {' or '.join(needed)}; add 'trainer: {{lr_scheduler_kwargs: "
-            f"{{{needed[0]}: VALUE}}}}' to the recipe, or use another schedule"
+            f"{{{needed[0]}: VALUE}}}}' to the recipe, or use another schedule",
         )
     if recipe.trainer.get("padding_free") and not recipe.packing:
         raise UserError(
+            "trainer.padding-free-unpacked",
             "trainer.padding_free without packing leaves rows longer than max_length; set 'packing: true', which "
-            "packs without padding, or drop padding_free"
+            "packs without padding, or drop padding_free",
         )
     for key, value in recipe.trainer.items():
         if key.startswith("hub_") and value is not None and not recipe.trainer.get("push_to_hub"):
-            raise UserError(f"trainer.{key} needs 'push_to_hub: true'")
+            raise UserError("trainer.hub-key-without-push", f"trainer.{key} needs 'push_to_hub: true'")
 
 
 def best_metric(recipe: Recipe) -> str:
@@ -66,7 +71,10 @@ def best_metric(recipe: Recipe) -> str:
     """
     name = str(recipe.trainer.get("metric_for_best_model") or "loss").removeprefix("eval_")
     if name not in BEST_METRICS:
-        raise UserError(f"got metric_for_best_model {name!r}, expected one of {', '.join(BEST_METRICS)}")
+        raise UserError(
+            "trainer.unknown-best-metric",
+            f"got metric_for_best_model {name!r}, expected one of {', '.join(BEST_METRICS)}",
+        )
     return name
 
 
@@ -85,7 +93,7 @@ def trainer_values(recipe: Recipe) -> dict[str, Any]:
         if key not in SFTConfig.__dataclass_fields__:
             close = difflib.get_close_matches(key, SFTConfig.__dataclass_fields__, n=1, cutoff=0.6)
             hint = f"did you mean {close[0]!r}?" if close else "expected an argument of TRL's SFTConfig"
-            raise UserError(f"unknown recipe key 'trainer.{key}'; {hint}")
+            raise UserError("trainer.unknown-key", f"unknown recipe key 'trainer.{key}'; {hint}")
     return typed_values(recipe.trainer, hints)
 
 
@@ -102,5 +110,7 @@ def typed_values(values: Mapping[str, Any], hints: Mapping[str, Any]) -> dict[st
                 checked[key] = TypeAdapter(hints[key]).validate_python(value)
             except ValidationError as error:
                 problem = error.errors(include_url=False)[0]["msg"]
-                raise UserError(f"recipe key 'trainer.{key}': got {shown(value)}; {problem}") from None
+                raise UserError(
+                    "trainer.invalid-value", f"recipe key 'trainer.{key}': got {shown(value)}; {problem}"
+                ) from None
     return checked

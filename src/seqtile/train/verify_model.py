@@ -27,10 +27,10 @@ def check_recipe(values: dict[str, Any]) -> Recipe:
         UserError: a value is out of range, or PEFT is missing for adapters.
     """
     if values.get("max_length", 2) < 2:
-        raise UserError(f"got --tokens {values['max_length']}, expected at least 2")
+        raise UserError("max-length.too-small", f"got --tokens {values['max_length']}, expected at least 2")
     recipe, _ = build_recipe({}, {"dataset": DEMO, "tile": DEFAULT_TILE, **values})
     if recipe.lora is not None and find_spec("peft") is None:
-        raise UserError("--lora needs peft; run: pip install peft")
+        raise UserError("verify.peft-missing", "--lora needs peft; run: pip install peft")
     return recipe
 
 
@@ -57,7 +57,9 @@ def check(recipe: Recipe) -> VerifyResult:
     model = build_model(recipe)
     result = verify(model, build_batch(recipe, model), tile=recipe.options.tile, seed=recipe.seed)
     if not result.cut:
-        raise UserError(f"nothing to verify: {result.ran}; use more --tokens or a smaller --tile")
+        raise UserError(
+            "verify.nothing-compared", f"nothing to verify: {result.ran}; use more --tokens or a smaller --tile"
+        )
     return result
 
 
@@ -82,7 +84,7 @@ def build_model(recipe: Recipe) -> nn.Module:
             model = get_peft_model(model, adapters)
         except (ValueError, RuntimeError) as error:
             reason = str(error).strip().splitlines()[0]
-            raise UserError(f"PEFT rejects these adapters for this model: {reason}") from None
+            raise UserError("lora.rejected", f"PEFT rejects these adapters for this model: {reason}") from None
     if recipe.recomputes and getattr(model, "supports_gradient_checkpointing", True):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # the name is changing; both are understood

@@ -74,18 +74,22 @@ def verify(
         UserError: there is nothing to compare, or the comparison would change the model.
     """
     if reference not in ("fp32", None):
-        raise UserError(f"got reference={reference!r}, expected 'fp32' or None")
+        raise UserError("verify.unknown-reference", f"got reference={reference!r}, expected 'fp32' or None")
     expect_module(model, "verify")
     if isinstance(batch, str) or not isinstance(batch, Mapping | Sequence | Tensor):
         raise UserError(
+            "verify.batch-wrong-type",
             f"got a batch of type {type(batch).__name__}, expected a mapping such as {{'input_ids': ids}}, a sequence "
-            "of arguments, or a tensor"
+            "of arguments, or a tensor",
         )
     refuse_what_cannot_be_compared(model)
     notes: list[str] = []
     with kept(model, seed), without_tiling(model) as standing:
         if standing and only is not None and tile is None:
-            raise UserError("only= needs tile= for a model that is already tiled; add tile=, or drop only=")
+            raise UserError(
+                "verify.only-without-tile",
+                "only= needs tile= for a model that is already tiled; add tile=, or drop only=",
+            )
         model.train()
         candidates = find_blocks(model, everything=True)[0]
         with non_reentrant(model) as was_reentrant:  # reentrant ones can lose gradients, so they are no reference

@@ -41,12 +41,15 @@ def check_gradients(model: nn.Module) -> list[str]:
     expect_module(model, "check_gradients")
     inside = {id(weight) for weight in _weights_in_tiles(model)}
     if not inside:
-        raise UserError(f"{type(model).__name__} has no tiled block with weights; call seqtile.apply first")
+        raise UserError(
+            "verify.no-tiled-block", f"{type(model).__name__} has no tiled block with weights; call seqtile.apply first"
+        )
     weights = {name: weight for name, weight in model.named_parameters() if id(weight) in inside}
     # ZeRO-1 and ZeRO-2 leave the first mark on a parameter, ZeRO-3 the second.
     if any(is_in_zero12(weight) or hasattr(weight, "ds_id") for weight in weights.values()):
         raise UserError(
-            "DeepSpeed owns the gradients, and reads missing ones as zeros; call seqtile.verify before wrapping"
+            "verify.under-deepspeed",
+            "DeepSpeed owns the gradients, and reads missing ones as zeros; call seqtile.verify before wrapping",
         )
     # FSDP1 with use_orig_params leaves an empty parameter, without a gradient, on ranks that hold no part of it.
     without = [n for n, weight in weights.items() if weight.requires_grad and weight.grad is None and weight.numel()]

@@ -150,8 +150,9 @@ def _scalar(loss: Any, giver: str) -> Tensor:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
         raise UserError(
+            "verify.not-one-loss",
             f"{giver} returned {got}, expected one loss; add labels to the batch, or pass loss_fn=, a function of "
-            "(model, batch) that returns a scalar"
+            "(model, batch) that returns a scalar",
         )
     return loss
 

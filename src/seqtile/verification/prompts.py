@@ -55,7 +55,10 @@ def verify_shared_prompts(
     device = next(model.parameters()).device
     row = tree_row(samples, scored, device=device)
     if row.tokens == row.tokens_apart:
-        raise UserError(f"got {len(samples)} samples that share no prefix, so there is nothing to compare")
+        raise UserError(
+            "verify.no-shared-prefix",
+            f"got {len(samples)} samples that share no prefix, so there is nothing to compare",
+        )
     alone = [
         tree_row([sample], None if scored is None else [scored[number]], device=device)
         for number, sample in enumerate(samples)

@@ -26,12 +26,14 @@ def refuse_what_cannot_be_compared(model: nn.Module) -> None:
     """Raise ``UserError`` if two backwards would compare nothing, fail, or change the model."""
     weights = dict(model.named_parameters())
     if not any(weight.requires_grad for weight in weights.values()):
-        raise UserError(f"{type(model).__name__} has no trainable parameter; unfreeze some")
+        raise UserError("verify.nothing-trains", f"{type(model).__name__} has no trainable parameter; unfreeze some")
     for name, weight in weights.items():
         if weight.is_meta:
-            raise UserError(f"{name} is on the meta device; load the weights before verify")
+            raise UserError("verify.meta-weights", f"{name} is on the meta device; load the weights before verify")
         if has_gradient_step(weight):
-            raise UserError(f"{name} has a gradient hook (an optimizer step?); call verify before adding it")
+            raise UserError(
+                "verify.gradient-hook", f"{name} has a gradient hook (an optimizer step?); call verify before adding it"
+            )
 
 
 @contextmanager

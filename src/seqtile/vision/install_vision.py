@@ -25,7 +25,9 @@ class VisionTechnique(Technique):
         """
         group = self.options.vision
         if group != "auto" and not [*find_towers(self.model)]:
-            raise UserError(f"vision={group}: {type(self.model).__name__} has no vision tower; drop vision")
+            raise UserError(
+                "vision.no-tower", f"vision={group}: {type(self.model).__name__} has no vision tower; drop vision"
+            )
 
     def install(self, inside: Collection[str]) -> TechniqueResult:
         """Replace the methods that compute features, in place of an earlier replacement."""

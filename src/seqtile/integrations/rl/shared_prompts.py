@@ -38,7 +38,10 @@ def score_shared(
         UserError: the model has no tiled loss, or does not share prompts.
     """
     if not shares_prompts(model):
-        raise UserError(f"score_shared needs seqtile.share_prompts(model) first, got {type(model).__name__} without it")
+        raise UserError(
+            "shared-prompts.not-applied",
+            f"score_shared needs seqtile.share_prompts(model) first, got {type(model).__name__} without it",
+        )
     fold = fold_batch(input_ids, attention_mask, labels)
     if isinstance(fold, str):
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "use_cache": False}

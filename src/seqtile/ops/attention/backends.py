@@ -122,7 +122,7 @@ def refuse_wrong(func: Any, args: tuple[Any, ...]) -> None:
         return
     query, key, bias = args[0], args[1], args[3] if len(args) > 3 else None
     if isinstance(bias, Tensor) and _is_faulty(query.device) and max(query.shape[-2], key.shape[-2]) > MASKED_TOKENS:
-        raise UserError(_REFUSED % max(query.shape[-2], key.shape[-2]))
+        raise UserError("attention.kernel-wrong-with-mask", _REFUSED % max(query.shape[-2], key.shape[-2]))
 
 
 _REFUSED = (
@@ -186,4 +186,4 @@ def without_wrong_kernel(function: Callable[..., Any], *args: Any, **kwargs: Any
             bound = getattr(function, "keywords", {})
             masks = [value for value in (*args, *kwargs.values(), *bound.values()) if isinstance(value, Tensor)]
             tokens = max(mask.shape[-1] for mask in masks if mask.dim() == 4)
-            raise UserError(_REFUSED % tokens) from error
+            raise UserError("attention.kernel-wrong-with-mask", _REFUSED % tokens) from error
