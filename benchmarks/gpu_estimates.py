@@ -48,7 +48,7 @@ from seqtile.ops import mlp_tile, pointwise
 from seqtile.ops.grad_accumulator import as_on_an_accelerator
 from seqtile.ops.kernels import Kernel, Kernels
 from seqtile.ops.lm_loss import row_kernels
-from seqtile.planner.accelerator_functions import accelerator_functions
+from seqtile.planner.accelerator_functions import accelerator_functions, backward_in_modes
 from seqtile.planner.fake_step import prepare_optimizer, update
 from seqtile.planner.step_config import make_optimizer
 from seqtile.tiling import BlockShape
@@ -412,7 +412,7 @@ def record_step(method: str, tokens: int, layers: int, lora: int, *, model: str 
         ids = torch.zeros(1, tokens, dtype=torch.long)
         with Watch(record.see), liger.rope_in(causal) if "rope" in chosen.liger else nullcontext():
             loss = built(input_ids=ids, labels=ids, use_cache=False).loss
-            loss.backward()
+            backward_in_modes(loss)
             del loss
             update(optimizer, weights)
     record.peak = live.peak
@@ -475,7 +475,7 @@ def record_layer(
         x = torch.empty(1, tokens, hidden, dtype=torch.bfloat16, requires_grad=True)
         upstream = torch.empty(tokens, hidden, dtype=torch.bfloat16)
         with count_live_bytes("cpu") as live, Watch(record.see):
-            Upstream.apply(checkpoint(layer, x, use_reentrant=False), upstream).backward()  # type: ignore[no-untyped-call]
+            backward_in_modes(Upstream.apply(checkpoint(layer, x, use_reentrant=False), upstream))  # type: ignore[no-untyped-call]
     record.peak = live.peak
     return record
 

@@ -20,7 +20,7 @@ from seqtile.models.configs import read_config
 from seqtile.options import changed
 from seqtile.planner.accelerators import Device
 from seqtile.planner.explain import proposals
-from seqtile.planner.fake_step import count_generator_states, fake_step, real_step
+from seqtile.planner.fake_step import fake_step, real_step
 from seqtile.planner.flops import count_work
 from seqtile.planner.grpo import (
     GENERATION,
@@ -101,8 +101,7 @@ def measured(
         trainer._generate_and_score_completions = named(SCORING, trainer._generate_and_score_completions)
         trainer.training_step = named(STEP, trainer.training_step)
         live.watching = True
-        with count_generator_states(live):
-            trainer.train()
+        trainer.train()
         live.watching = False
     adapted = sum(weight.numel() * 4 for weight in trainer.model.parameters() if weight.requires_grad)
     made = adapted if lora is not None else 0  # loaded weights are mapped from their file, adapters are made

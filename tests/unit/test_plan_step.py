@@ -27,6 +27,7 @@ from seqtile.planner.fake_step import build, build_bare, fake_step, real_step
 from seqtile.planner.layer_structure import find_depths
 from seqtile.planner.live_at_peaks import CHECKPOINTS, track
 from seqtile.planner.phases import HEAD, REST, Phase
+from seqtile.planner.scans import TURNS
 from seqtile.planner.step_config import Lora, Setup
 from seqtile.recognise import proof
 
@@ -282,10 +283,37 @@ def test_weights_are_drawn_on_the_device_and_nowhere_else(family: str, lora: Lor
     assert made.largest.get("cpu", 0) < zoo.HIDDEN, "only numbers of a configuration"
 
 
-def test_threads_plan_one_after_another_and_leave_pytorch_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step replaces PyTorch's functions, and two that overlapped would put back each other's."""
+def test_a_thread_that_trains_during_a_plan_computes_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dropout, softmax, masks, and the loop of a layer with a state, which a step on fake tensors has others of."""
+    settings = {**zoo._BASE, **HYBRID["qwen3_next"], "num_hidden_layers": 4, "attention_dropout": 0.2}
+    config = AutoConfig.for_model("qwen3_next", **settings)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").train()
+    ids = torch.randint(2, config.vocab_size, (1, TURNS[-1] * 64 + 64))
+    run, losses = fake_steps.tracked_step, list[float]()
+
+    def train() -> None:
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            losses.append(model(input_ids=ids, labels=ids).loss.item())
+
+    def beside(*args: Any) -> Any:
+        assert functional.dropout is dropout and functional.softmax is softmax
+        thread = threading.Thread(target=train, daemon=True)
+        thread.start()
+        thread.join(120)
+        return run(*args)
+
+    train()
+    dropout, softmax = functional.dropout, functional.softmax
+    monkeypatch.setattr(fake_steps, "tracked_step", beside)
+    fake_step(config, setup(device_type="cuda", attention="flash"), LENGTH)
+    assert len(losses) > 1 and len(set(losses)) == 1
+
+
+def test_threads_plan_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step replaces functions of Transformers, and two that overlapped would put back each other's."""
     config, how = config_of("llama"), setup(device_type="cuda", attention="flash")
-    expected, original = fake_step(config, how, LENGTH), functional.dropout
+    expected = fake_step(config, how, LENGTH)
     seen, results, run = list[Any](), list[Any](), fake_steps.tracked_step
 
     def slow(*args: Any) -> Any:
@@ -304,7 +332,6 @@ def test_threads_plan_one_after_another_and_leave_pytorch_as_it_was(monkeypatch:
     for thread in threads:
         thread.join(60)
     assert seen == ["begin", "end"] * 2 and results == [expected] * 2
-    assert functional.dropout is original
 
 
 @pytest.mark.parametrize(("dropout", "more"), [("resid_pdrop", 4), ("embd_pdrop", 1), ("attn_pdrop", 0)])

@@ -5,6 +5,7 @@ Everything of theirs that is private to PyTorch or Transformers is named in this
 
 from __future__ import annotations
 
+import functools
 import importlib
 import threading
 from collections.abc import Callable, Iterator
@@ -33,7 +34,18 @@ PLAIN = (Tensor, nn.Parameter, FakeTensor)
 """Types of tensors that hold nothing but numbers, or pretend to."""
 
 FAKE_RUN = threading.RLock()
-"""Held by the thread that computes on fake tensors: meanwhile functions of Transformers and PyTorch are replaced."""
+"""Held by the thread that computes on fake tensors, which meanwhile calls other functions than Transformers' own."""
+
+
+def in_this_thread(replacement: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that calls ``replacement`` in this thread and ``original`` in any other, which may train meanwhile."""
+    thread = threading.get_ident()
+
+    @functools.wraps(original)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        return (replacement if threading.get_ident() == thread else original)(*args, **kwargs)
+
+    return function
 
 
 @contextmanager
@@ -124,7 +136,7 @@ class Answers(Seeing, TorchDispatchMode):
 
 @contextmanager
 def _no_tensor_is_fake() -> Iterator[None]:
-    """``is_fake_tensor`` of Transformers says no; without Transformers it does nothing."""
+    """``is_fake_tensor`` of Transformers says no in this thread; without Transformers it does nothing."""
     try:
         utilities: Any = importlib.import_module("transformers.utils.import_utils")
     except ImportError:
@@ -132,7 +144,7 @@ def _no_tensor_is_fake() -> Iterator[None]:
         return
     original = getattr(utilities, "is_fake_tensor", None)
     if original is not None:
-        utilities.is_fake_tensor = lambda tensor: False
+        utilities.is_fake_tensor = in_this_thread(lambda tensor: False, original)
     try:
         yield
     finally:

@@ -16,64 +16,71 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from seqtile.counting.fake import PLAIN
-from seqtile.planner.flash_shapes import NAME as FLASH
 
 _LOW = (torch.bfloat16, torch.float16)
-_IN_FP32 = ("softmax", "log_softmax", "layer_norm")
+_IN_FP32 = (
+    F.softmax, torch.softmax, Tensor.softmax,
+    F.log_softmax, torch.log_softmax, Tensor.log_softmax,
+    F.layer_norm, torch.layer_norm,
+)  # fmt: skip
 
 
 @contextmanager
 def accelerator_functions() -> Iterator[None]:
-    """Inside, these functions hold what they hold on an accelerator, on fake tensors of the CPU."""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+    """Inside, functions hold what they hold on an accelerator, on fake tensors of the CPU.
 
-    original = {name: getattr(F, name) for name in ("dropout", *_IN_FP32)}
-    attentions = {name: ALL_ATTENTION_FUNCTIONS[name] for name in ("sdpa", FLASH) if name in ALL_ATTENTION_FUNCTIONS}
-    F.dropout = _dropout(original["dropout"])
-    for name in _IN_FP32:
-        setattr(F, name, _in_fp32(original[name]))
-    for name, function in attentions.items():
-        AttentionInterface.register(name, _drops_nothing(function))
-    try:
-        with warnings.catch_warnings():
-            # Hidden states in fp32 with bf16 weights: PyTorch's CPU warns that no fused kernel is used.
-            warnings.filterwarnings("ignore", "Mismatch dtype between input and weight")
-            yield
-    finally:
-        for name, function in original.items():
-            setattr(F, name, function)
-        for name, function in attentions.items():
-            AttentionInterface.register(name, function)
+    Recomputes call them too if the backward is that of :func:`backward_in_modes`.
+    """
+    with _AcceleratorFunctions(), warnings.catch_warnings():
+        # Hidden states in fp32 with bf16 weights: PyTorch's CPU warns that no fused kernel is used.
+        warnings.filterwarnings("ignore", "Mismatch dtype between input and weight")
+        yield
 
 
-def _dropout(original: Callable[..., Any]) -> Callable[..., Any]:
-    def dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
-        if type(input) not in PLAIN or not training or not 0 < p < 1 or inplace:
-            return original(input, p, training, inplace)
-        return torch.native_dropout(input, p, True)[0]
+def backward_in_modes(loss: Tensor) -> None:
+    """``loss.backward()`` that keeps the modes on.
 
-    return dropout
+    PyTorch turns a mode off inside each function that the mode is called for, and ``Tensor.backward`` is one of them.
+    """
+    torch.autograd.backward(get_gradient_edge(loss), torch.ones_like(loss))
 
 
-def _in_fp32(original: Callable[..., Any]) -> Callable[..., Any]:
-    def function(input: Any, *args: Any, **kwargs: Any) -> Any:
-        low = type(input) in PLAIN and input.dtype in _LOW
-        if not low or not torch.is_autocast_enabled("cpu") or kwargs.get("dtype") is not None:
-            return original(input, *args, **kwargs)
-        return original(*map(_to_fp32, (input, *args)), **{name: _to_fp32(value) for name, value in kwargs.items()})
+class _AcceleratorFunctions(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.dropout:
+            return _dropout(*args, **kwargs)
+        if func is F.scaled_dot_product_attention:
+            return _without_dropout(*args, **kwargs)
+        if func in _IN_FP32:
+            return _in_fp32(func, *args, **kwargs)
+        return func(*args, **kwargs)
 
-    return function
+
+def _dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+    if type(input) not in PLAIN or not training or not 0 < p < 1 or inplace:
+        return F.dropout(input, p, training, inplace)
+    return torch.native_dropout(input, p, True)[0]
+
+
+def _without_dropout(
+    query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, **kwargs: Any
+) -> Any:
+    return F.scaled_dot_product_attention(query, key, value, attn_mask, 0.0, **kwargs)
+
+
+def _in_fp32(function: Callable[..., Any], input: Any, *args: Any, **kwargs: Any) -> Any:
+    low = type(input) in PLAIN and input.dtype in _LOW
+    asks_for_dtype = any(isinstance(value, torch.dtype) for value in (*args, *kwargs.values()))
+    if not low or not torch.is_autocast_enabled("cpu") or asks_for_dtype:
+        return function(input, *args, **kwargs)
+    return function(*map(_to_fp32, (input, *args)), **{name: _to_fp32(value) for name, value in kwargs.items()})
 
 
 def _to_fp32(value: Any) -> Any:
     return value.float() if isinstance(value, Tensor) else value
-
-
-def _drops_nothing(original: Callable[..., Any]) -> Callable[..., Any]:
-    def attention(module: Any, *tensors: Any, dropout: float = 0.0, **kwargs: Any) -> Any:
-        return original(module, *tensors, dropout=0.0, **kwargs)
-
-    return attention

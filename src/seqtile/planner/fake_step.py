@@ -20,7 +20,7 @@ from seqtile._log import log_level
 from seqtile.blocks.instance import logger as block_logger
 from seqtile.checkpointing.policies import standing_checkpointing
 from seqtile.chunks.layer_call import ChunkedCall
-from seqtile.counting.fake import FAKE_RUN, fake_tensors, make_fake
+from seqtile.counting.fake import FAKE_RUN, fake_tensors, in_this_thread, make_fake
 from seqtile.install.adapters import ALL_LINEAR, find_unread, leave_out, lora_config, without_adapters
 from seqtile.install.apply import apply, apply_options, undo
 from seqtile.models.causal import causal_model
@@ -31,7 +31,7 @@ from seqtile.ops.attention.prefix import KeyValues
 from seqtile.ops.grad_accumulator import LOW, as_on_an_accelerator, products_sum_in_fp32
 from seqtile.ops.mlp_tile import Pass as MlpPass
 from seqtile.options import layer_policies
-from seqtile.planner.accelerator_functions import accelerator_functions
+from seqtile.planner.accelerator_functions import accelerator_functions, backward_in_modes
 from seqtile.planner.flash_shapes import register_flash_shapes as register_flash
 from seqtile.planner.kinds import step_kinds_of
 from seqtile.planner.layer_structure import LayerSample
@@ -279,12 +279,11 @@ def tracked_step(built: Built, setup: Setup, tokens: int, live: Tracker) -> Step
         with live.phase(Phase(GRADIENTS)):
             for weight in weights:
                 weight.grad = torch.zeros_like(weight)
-    on_cpu, chunked = setup.device_type == "cpu", setup.options.chunk is not None
+    chunked = setup.options.chunk is not None
     pictures = setup.pictures is not None
     with _file_step_tensors(model, layers, weights, setup, live) as end_forward:
         with (
             log_level(block_logger.name, logging.ERROR) if chunked else nullcontext(),  # our hooks are news to it
-            count_generator_states(live) if on_cpu else nullcontext(),
             _file_kept_tiles(live),
             _file_kept_of_chunks(live),
             label_phases(live, model, built.blocks, layers=True, pictures=pictures, chunked=chunked) as labels,
@@ -295,7 +294,7 @@ def tracked_step(built: Built, setup: Setup, tokens: int, live: Tracker) -> Step
                 for step_kind in step_kinds_of(causal_model(model).config, setup):
                     step_kind.after_forward(model, setup, batch)
             labels.begin_backward()
-            loss.backward()
+            backward_in_modes(loss)
             del loss
         with live.phase(Phase(OPTIMIZER_STEP)):
             update(optimizer, weights)
@@ -395,7 +394,7 @@ def _file_kept_tiles(live: Tracker) -> Iterator[None]:
         live.file(values, KEPT_TILES)
         return values
 
-    MlpPass.kept_value = kept  # type: ignore[method-assign, assignment]
+    MlpPass.kept_value = in_this_thread(kept, make)  # type: ignore[method-assign]
     try:
         yield
     finally:
@@ -416,32 +415,17 @@ def _file_kept_of_chunks(live: Tracker) -> Iterator[None]:
         result, state = run(self, *args, **kwargs)
         return result, filed(CHUNK_STATES, state)
 
-    KeyValues.write = lambda *args: filed(KEYS, write(*args))  # type: ignore[method-assign, assignment]
-    KeyValues.gradients = lambda *args: filed(KEY_GRADIENTS, gradients(*args))  # type: ignore[method-assign, assignment]
-    ChunkedCall.run = run_filed  # type: ignore[method-assign]
+    KeyValues.write = in_this_thread(lambda *args: filed(KEYS, write(*args)), write)  # type: ignore[method-assign]
+    KeyValues.gradients = in_this_thread(  # type: ignore[method-assign]
+        lambda *args: filed(KEY_GRADIENTS, gradients(*args)), gradients
+    )
+    ChunkedCall.run = in_this_thread(run_filed, run)  # type: ignore[method-assign]
     try:
         yield
     finally:
         KeyValues.write, KeyValues.gradients, ChunkedCall.run = (  # type: ignore[method-assign]
             write, gradients, run,
         )  # fmt: skip
-
-
-@contextmanager
-def count_generator_states(live: Tracker) -> Iterator[None]:
-    """Count the states of the CPU's generator: PyTorch's checkpoint keeps one per call, 5,056 bytes, in host memory."""
-    original = torch.get_rng_state
-
-    def get_rng_state() -> Tensor:
-        state = original()
-        live.add(state)
-        return state
-
-    torch.get_rng_state = get_rng_state
-    try:
-        yield
-    finally:
-        torch.get_rng_state = original
 
 
 @contextmanager

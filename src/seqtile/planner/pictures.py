@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from seqtile._compat import TorchDispatchMode, disable_current_modes
 from seqtile._errors import UserError
 from seqtile._sentences import counted
+from seqtile.counting.fake import in_this_thread
 from seqtile.devices import package_version
 from seqtile.planner.layer_structure import Counts
 from seqtile.planner.request import Request
@@ -206,7 +207,7 @@ def known_grids(model: nn.Module, tokens: int, *, whole: bool) -> Iterator[None]
         if name.startswith(_HELPERS) and inspect.isfunction(function)
     ]
     for module, name, function in functions:
-        setattr(module, name, _on_numbers(function, whole))
+        setattr(module, name, in_this_thread(_on_numbers(function, whole), function))
     try:
         with _PicturePlaces(tokens):
             yield

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from seqtile._compat import RG_LRU_SCAN, disable_current_modes, storage_key
-from seqtile.counting.fake import fake_tensors
+from seqtile.counting.fake import fake_tensors, in_this_thread
 from seqtile.counting.live import count_live_bytes
 from seqtile.planner.layer_structure import Counts
 from seqtile.planner.request import Request
@@ -67,7 +67,8 @@ _BYTES = tuple(ScanBytes.__dataclass_fields__)
 
 @contextmanager
 def planned_scans(model: nn.Module, scans: str) -> Iterator[None]:
-    """While the ``with`` lasts, scans in the modeling files of ``model`` hold their bytes and compute nothing.
+    """While the ``with`` lasts, scans that this thread calls in the modeling files of ``model`` hold their bytes
+    and compute nothing.
 
     Args:
         model: on fake tensors.
@@ -83,7 +84,7 @@ def planned_scans(model: nn.Module, scans: str) -> Iterator[None]:
             for name in (LOOPS.keys() | SCAN_KERNELS.keys()) & vars(module).keys():
                 original = getattr(module, name)
                 undo.append(partial(setattr, module, name, original))
-                setattr(module, name, _planned(name, original, scans))
+                setattr(module, name, in_this_thread(_planned(name, original, scans), original))
         for layer in model.modules():
             if hasattr(layer, RG_LRU_SCAN):
                 undo.append(partial(delattr, layer, RG_LRU_SCAN))
