@@ -68,6 +68,12 @@ def cce(hidden: Tensor, weight: Tensor, labels: Tensor, tile: Tile) -> Tensor:
     return loss
 
 
+def quack(hidden: Tensor, weight: Tensor, labels: Tensor, tile: Tile) -> Tensor:
+    if find_spec("quack") is None:
+        raise NotInstalledError("not installed: quack")
+    return linear_cross_entropy(hidden, weight, labels, tile=tile, impl="quack")
+
+
 WAYS: dict[str, Callable[..., Tensor]] = {
     "plain PyTorch": plain,
     "TRL's fused head (log-probabilities, entropy, top-1)": trl,
@@ -76,8 +82,9 @@ WAYS: dict[str, Callable[..., Tensor]] = {
     "seqtile, scalar loss, impl='auto'": fastest,
     "Liger": liger,
     "CCE": cce,
+    "Quack": quack,
 }
-ON_ACCELERATORS = (fastest, liger, cce)
+ON_ACCELERATORS = (fastest, liger, cce, quack)
 
 
 def measure_loss(arguments: dict[str, Any]) -> dict[str, Any]:

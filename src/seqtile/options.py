@@ -26,7 +26,7 @@ Only = str | Sequence[str] | Callable[[str, Any], bool]
 WHOLE_LAYER = "mlp+norm+projections"
 BLOCKS = ("auto", "mlp", "mlp+norm", WHOLE_LAYER, "none")
 PATHS = ("auto", "fused", "generic")
-LOSS_KERNELS = ("torch", "native", "liger", "cce", "auto")
+LOSS_KERNELS = ("torch", "native", "liger", "cce", "quack", "auto")
 CHECKPOINT_POLICIES = ("layer", "attention-saved")
 """What activation checkpoints save. ``"auto"`` is for plans; ``"none"`` is None: checkpointing is not changed.
 

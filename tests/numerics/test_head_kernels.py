@@ -49,6 +49,16 @@ def cce(
     return twin(e, c, targets, ignore_index=ignore_index, scaling=LogitScaling(softcap=softcap), reduction="sum")
 
 
+def quack(
+    x: Tensor, weight: Tensor, target: Tensor, chunk_size: int = 4096, ignore_index: int = -100,
+    reduction: str = "mean", tile_n1: int | None = None,
+) -> Tensor:  # fmt: skip
+    """The arguments of quack-kernels 0.6.5."""
+    ASKED.append("quack")
+    assert reduction == "sum" and chunk_size % 128 == 0 and weight.shape[0] % 128 == 0
+    return twin(x, weight, target, ignore_index=ignore_index, reduction="sum")
+
+
 def coarse_cce(e: Tensor, c: Tensor, targets: Tensor, ignore_index: int = -100) -> Tensor:
     raise AssertionError("a version that sums in low precision was used")
 
@@ -58,18 +68,23 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Pretend that both packages and a device for them are there."""
     ASKED.clear()
     functional, cut = ModuleType("liger_kernel.transformers.functional"), ModuleType("cut_cross_entropy")
+    ducks = ModuleType(loss_kernels.QUACK)
+    ducks.scaled_exp_linear_cross_entropy = quack  # type: ignore[attr-defined]
     functional.liger_fused_linear_cross_entropy = liger  # type: ignore[attr-defined]
     cut.linear_cross_entropy = cce  # type: ignore[attr-defined]
-    for name in ("liger_kernel", "liger_kernel.transformers"):
+    for name in ("liger_kernel", "liger_kernel.transformers", "quack"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, ducks.__name__, ducks)
     monkeypatch.setitem(sys.modules, functional.__name__, functional)
     monkeypatch.setitem(sys.modules, cut.__name__, cut)
     monkeypatch.setattr(loss_kernels, "find_spec", lambda name: name)
     monkeypatch.setattr(loss_kernels, "_has_triton", lambda device: True)
+    monkeypatch.setattr(loss_kernels, "_trials", {})
+    loss_kernels._why_no_import.cache_clear()
     return cut
 
 
-@pytest.mark.parametrize("name", ["liger", "cce", "auto"])
+@pytest.mark.parametrize("name", ["liger", "cce", "quack", "auto"])
 def test_nothing_is_installed_here(name: str) -> None:
     given = inputs()
     if name == "auto":
@@ -119,6 +134,19 @@ def test_cce_is_told_everything(settings: dict[str, Any]) -> None:
 
 
 @pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained head", "frozen head"])
+def test_quack_is_told_everything(frozen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loss_kernels, "compute_capability", lambda device: (9, 0))
+    given = inputs(dtype=torch.bfloat16, bias=False, vocabulary=256)
+    given["weight"].requires_grad_(not frozen)
+    assert_same(run(TILED, given, impl="quack"), run(twin, given))
+    assert ASKED == ["quack"] * 2, "in a trial before the call"
+    ASKED.clear()
+    TILED(**given, impl="auto")
+    assert not ASKED, "its backward runs once only"
+
+
+@pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize(
     ("impl", "settings", "words"),
     [
@@ -129,6 +157,7 @@ def test_cce_is_told_everything(settings: dict[str, Any]) -> None:
         ("cce", {}, "bias"),
         ("cce", {"z_loss": 0.1}, "z-loss"),
         ("cce", {"bias": None}, "bf16 and fp16"),
+        ("quack", {"bias": None}, "compute capability 9.0"),
     ],
 )
 def test_refused_by_name_and_passed_over_by_auto(impl: str, settings: dict[str, Any], words: str) -> None:
@@ -195,7 +224,7 @@ def test_a_head_that_is_more_than_its_weight() -> None:
 
 
 def test_unknown_names() -> None:
-    with pytest.raises(ValueError, match="expected one of 'torch', 'native', 'liger', 'cce', 'auto'"):
+    with pytest.raises(ValueError, match="expected one of 'torch', 'native'"):
         TILED(**inputs(), impl="triton")
     for settings in ({"loss": "tiled", "loss_impl": "triton"}, {"loss_impl": "auto"}):
         with pytest.raises(seqtile.UserError, match="expected one of|needs loss 'tiled'"):
@@ -203,9 +232,9 @@ def test_unknown_names() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("impl", ["liger", "cce"])
+@pytest.mark.parametrize("impl", ["liger", "cce", "quack"])
 def test_the_kernel_itself(impl: str) -> None:
-    package = {"liger": "liger_kernel", "cce": "cut_cross_entropy"}[impl]
+    package = {"liger": "liger_kernel", "cce": "cut_cross_entropy", "quack": "quack"}[impl]
     if not torch.accelerator.is_available() or importlib.util.find_spec(package) is None:
         pytest.skip(f"needs an accelerator and {package}")
     device = torch.accelerator.current_accelerator()

@@ -84,7 +84,8 @@ def apply(
         loss: ``"tiled"``: ``model(..., labels=labels)`` computes head and loss tile by tile in training and returns no
             logits (unless ``return_logits=True``); evaluation and ``generate`` are not changed.
         loss_tile: tokens per tile of the head, or a rule as for ``tile``.
-        loss_impl: ``"torch"``, ``"liger"``, ``"cce"`` or ``"auto"``, as :func:`seqtile.linear_cross_entropy` takes it.
+        loss_impl: ``"torch"``, ``"liger"``, ``"cce"``, ``"quack"`` or ``"auto"``, as
+            :func:`seqtile.linear_cross_entropy` takes it.
         checkpoint: ``"layer"``: activation checkpoints save the layer's input only; ``"attention-saved"``: also the
             attention kernel's output and log-sum-exp, which the recompute then skips. Either switches activation
             checkpointing on; None, or ``"none"``, leaves it as it is, and with ``offload`` means ``"layer"``. By layer,

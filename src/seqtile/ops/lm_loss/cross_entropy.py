@@ -88,9 +88,9 @@ def linear_cross_entropy(
         tile: tokens per tile, or a rule of :func:`seqtile.apply`; tiles have equally many tokens that
             are not ignored.
         impl: ``"torch"``: seqtile's operator, described here; ``"native"``: PyTorch's chunked operator, fp32 and
-            float64, from 2.13 on; ``"liger"`` or ``"cce"``: that package's fastest kernel for the arguments, or an
-            error with the reasons; ``"auto"``: an installed kernel that is faster than ``"torch"`` and supports the
-            arguments, else ``"torch"``. Memory and tile size of other operators are their own.
+            float64, from 2.13 on; ``"liger"``, ``"cce"`` or ``"quack"``: that package's fastest kernel for the
+            arguments, or an error with the reasons; ``"auto"``: an installed kernel that is faster than ``"torch"`` and
+            supports the arguments, else ``"torch"``. Memory and tile size of other operators are their own.
 
     Returns:
         A scalar in fp32 (float64 for float64 states), or ``[...]`` for ``"none"``; with ``return_z_loss`` a pair.

@@ -4,8 +4,9 @@
 precision it rounds the scalar loss, and what the gradients are multiplied by, to 8 or 11 bits.
 ``"liger"`` is the first of Liger's fused linear cross-entropies that supports the call: the CuTe-DSL functions for
 Hopper and Blackwell, else the Triton function with fp32 sums. ``"cce"`` is Apple's cut cross-entropy without its filter
-of small gradients, and with fp32 sums where its version has them. What a kernel does not compute, or computes less
-exactly than plain PyTorch would, is a reason not to use it.
+of small gradients, and with fp32 sums where its version has them. ``"quack"`` is Quack's CuTe-DSL function for Hopper,
+which sums the head's gradient in fp32 and supports a frozen head. Its backward runs once, in place.
+What a kernel does not compute, or computes less exactly than plain PyTorch would, is a reason not to use it.
 
 Liger's per-token CuTe-DSL function is not here: it returns entropies in bf16 and adds each 1,024 tokens' part of the
 head's gradient in bf16.
@@ -37,9 +38,12 @@ from seqtile.tiling import parse_tile
 
 SM90 = "liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90"
 SM100 = "liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy"
+QUACK = "quack.linear_cross_entropy"
 SM90_ROWS, SM90_COLUMNS = 1024, 256
 """Tokens are filled up to a multiple of the first, though 128 would do: the SM90 function compiles its kernels for each
 number of tokens. The vocabulary must be a multiple of the second."""
+QUACK_ROWS = 128
+"""Quack's tiles have a multiple of this many tokens, and its vocabulary is a multiple of it."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +135,7 @@ def missing_kernel(impl: str) -> str:
     """What ``impl=`` lacks on this machine, whatever the call, or ""."""
     if impl == "native" and not hasattr(torch.nn, "LinearCrossEntropyOptions"):
         return f"PyTorch {torch.__version__} has no chunked linear_cross_entropy (2.13 does)"
-    package = {"cce": "cut_cross_entropy", "liger": "liger_kernel"}.get(impl)
+    package = {"cce": "cut_cross_entropy", "liger": "liger_kernel", "quack": "quack"}.get(impl)
     return f"{package} is not installed" if package is not None and find_spec(package) is None else ""
 
 
@@ -219,18 +223,18 @@ def _liger(call: HeadCall) -> Tensor:
 # ---- CuTe DSL ----
 
 
-def _not_cutedsl(module: str, needed: tuple[int, int], dtypes: tuple[torch.dtype, ...], call: HeadCall) -> str:
+def _not_cutedsl(module: str, needed: tuple[int, int], call: HeadCall) -> str:
     aim, dtype, device = call.plan.objective, call.plan.dtype, call.hidden.device
     if (capability := compute_capability(device)) != needed:
         has = f"compute capability {'.'.join(map(str, capability))}" if capability else f"{device.type!r}"
         return f"it needs compute capability {'.'.join(map(str, needed))}, the device has {has}"
-    if dtype not in dtypes:
+    if dtype != torch.bfloat16:
         return f"it does not support {dtype}"
     if call.bias is not None or aim.label_smoothing or aim.z_loss or aim.scaling.softcap is not None:
         return "it does not support bias, soft-cap, label smoothing and z-loss"
     if aim.class_weights is not None:
         return "it does not support class weights"
-    if not (torch.is_grad_enabled() and call.weight.requires_grad):
+    if module != QUACK and not (torch.is_grad_enabled() and call.weight.requires_grad):
         return "it computes the gradient of a frozen head too"
     return _why_no_import(module)
 
@@ -240,13 +244,13 @@ def _why_no_import(module: str) -> str:
     try:
         import_module(module)
     except Exception as error:  # noqa: BLE001  # a driver that CuTe DSL does not find is an OSError
-        return f"{module.partition('.')[0]}[cutedsl] does not import: {error}"
+        return f"{'quack' if module == QUACK else 'liger_kernel[cutedsl]'} does not import: {error}"
     return ""
 
 
 def _not_sm90(call: HeadCall) -> str:
     tokens, (vocabulary, hidden) = len(call.kept), call.weight.shape
-    if reason := _not_cutedsl(SM90, (9, 0), (torch.bfloat16,), call):
+    if reason := _not_cutedsl(SM90, (9, 0), call):
         return reason
     if vocabulary % SM90_COLUMNS:
         return f"it needs a vocabulary that {SM90_COLUMNS} divides"
@@ -269,7 +273,7 @@ def _sm90(call: HeadCall) -> Tensor:
 
 def _not_sm100(call: HeadCall) -> str:
     # Gradients come back in the operands' dtype before they are divided by the count: fp16 ends at 65,504.
-    return _not_cutedsl(SM100, (10, 0), (torch.bfloat16,), call)
+    return _not_cutedsl(SM100, (10, 0), call)
 
 
 def _sm100(call: HeadCall) -> Tensor:
@@ -281,9 +285,26 @@ def _sm100(call: HeadCall) -> Tensor:
     )[0]  # fmt: skip
 
 
+def _not_quack(call: HeadCall) -> str:
+    vocabulary, width = call.weight.shape
+    if reason := missing_kernel("quack") or _not_cutedsl(QUACK, (9, 0), call):
+        return reason
+    if vocabulary % QUACK_ROWS or width % 8:
+        return f"it needs a vocabulary that {QUACK_ROWS} divides and a width that 8 divides"
+    return ""
+
+
+def _quack(call: HeadCall) -> Tensor:
+    hidden, weight, labels, _ = _operands(call)
+    rows = -(-max(call.plan.sizes, default=1) // QUACK_ROWS) * QUACK_ROWS
+    function = import_module(QUACK).scaled_exp_linear_cross_entropy
+    return function(hidden, weight, labels, chunk_size=rows, ignore_index=-100, reduction="sum")  # type: ignore[no-any-return]
+
+
 LOSS_CANDIDATES = {
     "Liger's SM100 kernel": LossKernel("liger", _not_sm100, _sm100, trial=True),
     "Liger's SM90 kernel": LossKernel("liger", _not_sm90, _sm90, trial=True),
+    "Quack's kernel": LossKernel("quack", _not_quack, _quack, trial=True),
     "Liger's Triton kernel": LossKernel("liger", _not_liger, _liger),
     "CCE": LossKernel("cce", _not_cce, _cce),
     "PyTorch's linear_cross_entropy": LossKernel("native", _not_native, _native),
