@@ -29,6 +29,7 @@ def refused(code: str, *values: str) -> Iterator[pytest.ExceptionInfo[UserError]
     with pytest.raises(UserError) as raised:
         yield raised
     error = raised.value
+    assert "\n" not in str(error), "a refusal is one sentence"
     assert error.code == code, f"{error.code}: {error}"
     missing = [value for value in values if value not in str(error)]
     assert not missing, f"{missing} not in: {error}"

@@ -19,6 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 import axolotl_standin as standin
 import seqtile
+from refusals import refused
 from seqtile import rules
 from seqtile.integrations import axolotl_checks
 
@@ -208,7 +209,7 @@ def test_selective_checkpoints_may_keep_products_of_untiled_mlps(ours: Any) -> N
 
 def test_axolotls_own_patch_that_ran_all_the_same_is_refused(ours: Any) -> None:
     standin.patch_tiled_mlp()
-    with pytest.raises(seqtile.UserError, match="axolotl's own tiled MLP already runs LlamaMLP"):
+    with refused("axolotl.tiles-already", "LlamaMLP"):
         load({"tiled_mlp": True}, ours.SeqtilePlugin())
 
 

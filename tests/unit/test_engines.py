@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import seqtile
-from seqtile import UserError
+from refusals import refused
 from seqtile.engines.flat import call_with_weights, named_weights
 from seqtile.engines.granularity import refuse_gathering_inside
 from seqtile.engines.zero3 import end_gradients_here, whole_shape
@@ -59,7 +59,7 @@ def test_zero3_that_has_taken_the_linear_layers_over_is_refused() -> None:
     model = causal_lm("llama")
     for module in model.modules():
         module.ds_recompute_parameters = set()
-    with pytest.raises(UserError, match=r"ZeRO-3 gathers mlp\.gate_proj separately.*before deepspeed\.initialize"):
+    with refused("engine.zero3-gathers-inside-block", "model.layers.0.mlp", "mlp.gate_proj"):
         seqtile.apply(model)
 
 
@@ -70,7 +70,7 @@ def test_a_leaf_whose_inputs_need_no_gradient_gets_one_that_does() -> None:
     changed = end_gradients_here(layer, (x, "mask"))
     assert changed is not None and changed[0].requires_grad and changed[1] == "mask" and not x.requires_grad
     assert end_gradients_here(layer, (x.clone().requires_grad_(),)) is None
-    with pytest.raises(UserError, match="pass the hidden states by position"):
+    with refused("engine.zero3-keyword-arguments"):
         end_gradients_here(layer, ())
     with torch.no_grad():
         assert end_gradients_here(layer, (x,)) is None
@@ -113,7 +113,7 @@ def test_fsdp_units_inside_are_named() -> None:
         def __init__(self) -> None:
             nn.Linear.__init__(self, 2, 2)
 
-    with pytest.raises(UserError, match=r"layers\.0\.mlp: FSDP shards up_proj.*call fully_shard on layers\.0, not"):
+    with refused("engine.fsdp2-shards-inside-block", "layers.0.mlp", "up_proj"):
         refuse_gathering_inside([("up_proj", Unit())], block="layers.0.mlp", layer="layers.0")
     refuse_gathering_inside([("up_proj", nn.Linear(2, 2))], block="layers.0.mlp", layer="layers.0")
 

@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaConfig, LlamaMLP
 from transformers.models.nemotron.modeling_nemotron import NemotronConfig, NemotronMLP
 from transformers.models.phi3.modeling_phi3 import Phi3Config, Phi3MLP
 
-from seqtile._errors import UserError
+from refusals import refused
 from zoo import causal_lm
 
 if not (Path(__file__).parents[2] / "hub_kernel").is_dir():
@@ -52,7 +52,7 @@ def test_it_is_not_written_among_other_files(tmp_path: Path) -> None:
     make.write(tmp_path)
     make.write(tmp_path)
     (tmp_path / make.VARIANT / "mine.py").touch()
-    with pytest.raises(UserError, match=r"mine\.py"):
+    with refused("hub-kernel.folder-not-empty", "mine.py"):
         make.write(tmp_path)
 
 

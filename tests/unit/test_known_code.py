@@ -27,6 +27,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 import seqtile
 from other_thread import backward_elsewhere
+from refusals import refused
 from seqtile.recognise import proof
 from watching import rows_of
 from zoo import EXPERTS, HIDDEN, INTERMEDIATE, assert_same_gradients, causal_lm, gradients, tokens
@@ -140,7 +141,7 @@ def test_custom_code_is_left_alone_and_named_beside_a_librarys() -> None:
 
 
 def test_a_model_of_nothing_but_custom_code_is_refused_with_the_ways_out() -> None:
-    with pytest.raises(seqtile.UserError, match=r"Swiglu is custom code.*trust='mlp'.*seqtile\.verify"):
+    with refused("blocks.nothing-to-tile", "Swiglu", "trust='mlp'"):
         seqtile.apply(nn.ModuleDict({"mlp": Swiglu()}), tile=3)
 
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 import swift_stand_in as swift
-from seqtile import UserError
+from refusals import refused
 from seqtile.integrations import ms_swift
 
 PLUGIN = str(ms_swift.PLUGIN)
@@ -84,31 +84,33 @@ def test_inference_loads_the_plugin_and_knows_no_flag() -> None:
 def test_megatron_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(swift.SftArguments, "__module__", "swift.megatron.arguments")
     assert rule() is None
-    with pytest.raises(UserError, match="use swift sft"):
+    with refused("ms-swift.megatron"):
         rule(*ON)
 
 
-@pytest.mark.parametrize(("argv", "variable", "said"), [
-    (["--tiled_mlp_num_shards", "4"], None, "--use_tiled_mlp true"),
-    ([*ON, "--tiled_mlp_num_shards", "0"], None, "'shards:0' is not a tile rule"),
-    ([*ON, "--tiled_mlp_num_shards", "4"], "auto", "both set the tile size"),
-    (["--use_tiled_mlp", "false"], "auto", "contradict each other"),
-    (["--use_tiled_mlp", "false", "--callbacks", "seqtile"], None, "contradict each other"),
-    (["--use_tiled_mlp", "false", "--seqtile", '{"keep": 0.5}'], None, "contradict each other"),
-    ([*ON, "--tiled_mlp_num_shards", "4", "--seqtile", '{"tile": 8}'], None, "shards 4 and --seqtile with tile both"),
-    (["--seqtile", '{"tile": 8}'], "auto", "SEQTILE_TILE=auto and --seqtile with tile both"),
-    (["--seqtile", "keep"], None, "expected arguments of seqtile.apply as JSON"),
-    (["--seqtile", "{}"], None, "expected arguments of seqtile.apply as JSON"),
-    (["--seqtile", '{"kep": 1}'], None, "--seqtile: unknown keys: 'kep'; did you mean keep"),
-    (["--seqtile", '{"keep": "lots"}'], None, "--seqtile: keep='lots'"),
-    (["--seqtile", '{"loss": "tiled"}'], None, "loss: not verified with ms-swift's trainer"),
-    (["--seqtile", '{"blocks": "none"}'], None, "blocks: none tiles nothing"),
-    ([], "a lot", "'a lot' is not a tile rule"),
+@pytest.mark.parametrize(("argv", "variable", "refusal"), [
+    (["--tiled_mlp_num_shards", "4"], None, ("ms-swift.shards-without-tiled-mlp",)),
+    ([*ON, "--tiled_mlp_num_shards", "0"], None, ("option.malformed", "shards:0")),
+    ([*ON, "--tiled_mlp_num_shards", "4"], "auto", ("tile.given-twice", "shards 4", "SEQTILE_TILE=auto")),
+    (["--use_tiled_mlp", "false"], "auto", ("ms-swift.contradicting-switches", "SEQTILE_TILE=auto")),
+    (["--use_tiled_mlp", "false", "--callbacks", "seqtile"], None, ("ms-swift.contradicting-switches", "--callbacks")),
+    (["--use_tiled_mlp", "false", "--seqtile", '{"keep": 0.5}'], None, ("ms-swift.contradicting-switches",)),
+    ([*ON, "--tiled_mlp_num_shards", "4", "--seqtile", '{"tile": 8}'], None, ("tile.given-twice", "--seqtile")),
+    (["--seqtile", '{"tile": 8}'], "auto", ("tile.given-twice", "SEQTILE_TILE=auto", "--seqtile")),
+    (["--seqtile", "keep"], None, ("ms-swift.not-json",)),
+    (["--seqtile", "{}"], None, ("ms-swift.not-json",)),
+    (["--seqtile", '{"kep": 1}'], None, ("option.unknown", "--seqtile", "'kep'", "keep?")),
+    (["--seqtile", '{"keep": "lots"}'], None, ("option.malformed", "--seqtile", "keep='lots'")),
+    (["--seqtile", '{"loss": "tiled"}'], None, ("framework.unverified-options", "--seqtile", "loss")),
+    (["--seqtile", '{"blocks": "none"}'], None, ("ms-swift.tiles-nothing",)),
+    ([], "a lot", ("option.malformed", "'a lot'")),
 ])  # fmt: skip
-def test_conflicts(argv: list[str], variable: str | None, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_conflicts(
+    argv: list[str], variable: str | None, refusal: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     if variable:
         monkeypatch.setenv(ms_swift.VARIABLE, variable)
-    with pytest.raises(UserError, match=said):
+    with refused(*refusal):
         rule(*argv)
 
 
@@ -135,7 +137,7 @@ def test_a_process_whose_checkpoints_ms_swift_has_replaced_is_refused(monkeypatc
     monkeypatch.setattr(torch.utils.checkpoint, "_old_checkpoint", former, raising=False)
     swift.callbacks_map["seqtile"](None, None)  # ours was loaded before
     monkeypatch.setattr("seqtile.ops.tile_checkpoint.checkpoint", lambda *_, **__: None)
-    with pytest.raises(UserError, match="start a new Python process"):
+    with refused("ms-swift.trained-before"):
         swift.callbacks_map["seqtile"](None, None)
 
 

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from seqtile._errors import USER_ERROR, UserError
+from refusals import refused
+from seqtile._errors import USER_ERROR
 from seqtile.cli import main
 from seqtile.train.nodes import Nodes, find_nodes, first_host
 from seqtile.train.ranks import SHARED_FILE, agree, digest_pieces
@@ -65,31 +66,39 @@ def test_nodes_are_those_of_the_flags_or_of_the_environment(
 
 
 @pytest.mark.parametrize(
-    ("flags", "environment", "told"),
+    ("flags", "environment", "refusal"),
     [
-        ((2, 1, None), {}, "also need --rendezvous"),
-        ((None, 1, None), {}, "also need --nodes and --rendezvous"),
-        ((1, 1, None), {}, "without --nodes"),
-        ((2, 2, "a:1"), {}, "--node-rank 2, expected 0 to 1"),
-        ((2, 0, "a"), {}, "expected HOST:PORT"),
-        ((2, 0, "a:99999"), {}, "expected HOST:PORT"),
-        ((2, 0, "fe80::1:29500"), {}, "IPv6 in brackets"),
-        ((2, 0, "a,b:1"), {}, "expected HOST:PORT"),
-        ((None, None, None), {**SRUN, "SLURM_NODEID": "x"}, "got --node-rank 'x', expected an integer"),
-        ((None, None, None), {**SRUN, "SLURM_STEP_NODELIST": ""}, "also need --rendezvous"),
+        ((2, 1, None), {}, ("nodes.flags-missing", "also need --rendezvous")),
+        ((None, 1, None), {}, ("nodes.flags-missing", "also need --nodes and --rendezvous")),
+        ((1, 1, None), {}, ("nodes.rank-without-nodes",)),
+        ((2, 2, "a:1"), {}, ("nodes.rank-out-of-range", "--node-rank 2", "0 to 1")),
+        ((2, 0, "a"), {}, ("nodes.rendezvous-malformed",)),
+        ((2, 0, "a:99999"), {}, ("nodes.rendezvous-malformed",)),
+        ((2, 0, "fe80::1:29500"), {}, ("nodes.rendezvous-malformed",)),
+        ((2, 0, "a,b:1"), {}, ("nodes.rendezvous-malformed",)),
+        ((None, None, None), {**SRUN, "SLURM_NODEID": "x"}, ("nodes.not-an-integer", "--node-rank 'x'")),
+        ((None, None, None), {**SRUN, "SLURM_STEP_NODELIST": ""}, ("nodes.flags-missing", "also need --rendezvous")),
         (
             (None, None, None),
             {"PET_NNODES": "1:4", "PET_NODE_RANK": "0", "PET_MASTER_ADDR": "a"},
-            "number of nodes is fixed",
+            ("nodes.not-an-integer", "--nodes '1:4'"),
         ),
-        ((None, None, None), {**SRUN, "SLURM_STEP_NUM_TASKS": "32"}, "--ntasks-per-node=1"),
-        ((None, None, None), {**SRUN, "SLURM_STEP_NUM_NODES": "1"}, "--ntasks-per-node=1"),
+        (
+            (None, None, None),
+            {**SRUN, "SLURM_STEP_NUM_TASKS": "32"},
+            ("nodes.several-tasks-per-node", "32 tasks"),
+        ),
+        (
+            (None, None, None),
+            {**SRUN, "SLURM_STEP_NUM_NODES": "1"},
+            ("nodes.several-tasks-per-node", "4 tasks"),
+        ),
     ],
 )
 def test_what_is_missing_or_no_number_is_refused(
-    flags: tuple[Any, ...], environment: dict[str, str], told: str
+    flags: tuple[Any, ...], environment: dict[str, str], refusal: tuple[str, ...]
 ) -> None:
-    with pytest.raises(UserError, match=told):
+    with refused(*refusal):
         find_nodes(*flags, environment)
 
 
@@ -187,9 +196,9 @@ def test_ranks_that_would_train_otherwise_are_refused(
         rank.start = Path("checkpoint-3")
     elif what == "torch":
         monkeypatch.setattr("seqtile.train.ranks.package_version", lambda _: "0.1")
-    with pytest.raises(UserError, match=rf"rank 1 \({socket.gethostname()}\) has ") as refused:
+    with refused("ranks.settings-differ", f"rank 1 ({socket.gethostname()})") as raised:
         rank.agree(tile=16) if what == "tile" else rank.agree()
-    assert what in str(refused.value) or what == "torch"
+    assert what in str(raised.value) or what == "torch"
 
 
 def test_each_node_saves_where_directories_are_its_own(rank: Rank, tmp_path: Path) -> None:
@@ -202,7 +211,7 @@ def test_each_node_saves_where_directories_are_its_own(rank: Rank, tmp_path: Pat
     shared.write_text("written by node 0")
     rank.agree(engine="fsdp2")
     shared.unlink()
-    with pytest.raises(UserError, match="a shared directory for --output"):
+    with refused("output.differs-by-node"):
         rank.agree(engine="fsdp2")
 
 

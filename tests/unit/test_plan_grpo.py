@@ -13,7 +13,7 @@ import torch
 from transformers import AutoConfig
 
 import tiny_run
-from seqtile._errors import UserError
+from refusals import refused
 from seqtile.cli import main
 from seqtile.devices import GIB
 from seqtile.models.configs import read_config
@@ -391,5 +391,5 @@ def test_bad_input_is_one_sentence(
 
 
 def test_a_request_that_trl_would_not_run_is_refused(planner: Planner, folder: Path) -> None:
-    with pytest.raises(UserError, match="not a multiple of the group size 8; use --gradient-accumulation 8"):
+    with refused("grpo.batch-not-multiple-of-group", "group size 8", "--gradient-accumulation 8"):
         other(planner, folder, accumulation=3)

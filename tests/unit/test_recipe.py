@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from seqtile import UserError
+from refusals import refused
 from seqtile.train.recipe import RECIPE_FILE, LoraRecipe, build_recipe, parse_lora, read_recipe, resolve, save_recipe
 from seqtile.train.resume import resumed_recipe
 
@@ -80,38 +80,36 @@ def test_a_tile_flag_overrides_the_recipes_number_of_shards():
 
 
 @pytest.mark.parametrize(
-    ("values", "words"),
+    ("values", "refusal"),
     [
-        ({"stepz": 3}, "did you mean 'steps'"),
-        ({"qqqq": 3}, "known keys"),
-        ({"max_steps": 3}, "use 'steps'"),
-        ({"gradient_accumulation_steps": 3}, "use 'gradient_accumulation'"),
-        ({"lora": {"rank": 3}}, "unknown recipe key 'lora.rank'"),
-        ({"lora": {"r": 0}}, "'lora.r'"),
-        ({"tile": 0}, "at least 1"),
-        ({"tile": "wide"}, "not a tile rule"),
-        ({"steps": 0}, "'steps': got 0"),
-        ({"steps": "many"}, "'steps': got 'many'"),
-        ({"max_length": 1}, "'max_length'"),
-        ({"learning_rate": -1}, "'learning_rate'"),
-        ({"tiled_mlp": "perhaps"}, "expected true or false"),
-        ({"tiled_mlp_num_shards": "few"}, "not a tile rule"),
-        ({"tiled_mlp": True, "use_tiled_mlp": False}, "keep one"),
-        ({"tile": 64, "tiled_mlp_num_shards": 4}, "keep one"),
-        ({"trainer": {"max_steps": 3}}, "use 'steps' instead"),
+        ({"stepz": 3}, ("recipe.unknown-key", "'stepz'", "'steps'")),
+        ({"qqqq": 3}, ("recipe.unknown-key", "batch_size, ")),
+        ({"max_steps": 3}, ("recipe.unknown-key", "use 'steps'")),
+        ({"gradient_accumulation_steps": 3}, ("recipe.unknown-key", "use 'gradient_accumulation'")),
+        ({"lora": {"rank": 3}}, ("recipe.unknown-key", "'lora.rank'")),
+        ({"lora": {"r": 0}}, ("recipe.invalid-value", "'lora.r'")),
+        ({"tile": 0}, ("option.malformed", "tile=0")),
+        ({"tile": "wide"}, ("option.malformed", "'wide'")),
+        ({"steps": 0}, ("recipe.invalid-value", "'steps'", "got 0")),
+        ({"steps": "many"}, ("recipe.invalid-value", "'steps'", "'many'")),
+        ({"max_length": 1}, ("recipe.invalid-value", "'max_length'")),
+        ({"learning_rate": -1}, ("recipe.invalid-value", "'learning_rate'")),
+        ({"tiled_mlp": "perhaps"}, ("option.not-a-bool", "tiled_mlp 'perhaps'")),
+        ({"tiled_mlp_num_shards": "few"}, ("option.malformed", "'shards:few'")),
+        ({"tiled_mlp": True, "use_tiled_mlp": False}, ("tile.contradicting-switches",)),
+        ({"tile": 64, "tiled_mlp_num_shards": 4}, ("tile.given-twice",)),
+        ({"trainer": {"max_steps": 3}}, ("recipe.key-of-its-own", "use 'steps'")),
     ],
 )
-def test_refused_with_one_sentence(values: dict[str, Any], words: str):
-    with pytest.raises(UserError) as caught:
+def test_refused_with_one_sentence(values: dict[str, Any], refusal: tuple[str, ...]):
+    with refused(*refusal):
         recipe_of(values)
-    assert words in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("flags", [{}, {"tile": "64"}, {"keep": 0.5}])
 def test_tiles_of_a_recipe_that_does_not_tile(flags: dict[str, Any]):
     values = {"tiled_mlp": False} | ({} if flags else {"tiled_mlp_num_shards": 4})
-    with pytest.raises(UserError, match="would be ignored"):
+    with refused("blocks.none-with-options"):
         resolve(recipe_of(values, flags))
 
 
@@ -121,7 +119,7 @@ def test_a_flag_that_does_not_tile_leaves_out_what_the_recipe_says_of_tiles():
 
 
 def test_settings_of_which_one_would_be_ignored():
-    with pytest.raises(UserError, match="use one"):
+    with refused("steps.with-epochs"):
         resolve(recipe_of({"steps": 3, "epochs": 2}))
 
 
@@ -133,24 +131,22 @@ def test_epochs_in_place_of_steps():
 
 @pytest.mark.parametrize("given", ["model", "dataset"])
 def test_model_and_dataset_come_together(given: str):
-    with pytest.raises(UserError, match=" without a .*--(model|dataset)"):
+    with refused("recipe.model-without-dataset"):
         build_recipe({given: "x"}, {})
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "code"),
     [
-        ("steps: 3\nsteps: 4\n", "given twice"),
-        ("steps: !!python/object/apply:os.system ['true']\n", "not valid YAML"),
-        ("steps: [3\n", "not valid YAML"),
-        ("- steps\n", "contains a list"),
-        ("3: 4\n", "expected 'key: value'"),
+        ("steps: [3\n", "recipe.not-yaml"),
+        ("- steps\n", "recipe.not-a-mapping"),
+        ("3: 4\n", "recipe.not-a-mapping"),
     ],
 )
-def test_files_that_are_no_recipe(tmp_path: Path, text: str, words: str):
+def test_files_that_are_no_recipe(tmp_path: Path, text: str, code: str):
     path = tmp_path / "recipe.yaml"
     path.write_text(text, encoding="utf-8")
-    with pytest.raises(UserError, match=words):
+    with refused(code):
         read_recipe(path)
 
 
@@ -158,14 +154,14 @@ def test_a_tag_runs_nothing(tmp_path: Path):
     (tmp_path / "recipe.yaml").write_text(
         f"model: !!python/object/apply:pathlib.Path.touch [!!python/object/apply:pathlib.Path ['{tmp_path}/ran']]\n"
     )
-    with pytest.raises(UserError):
+    with refused("recipe.not-yaml"):
         read_recipe(tmp_path / "recipe.yaml")
     assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize("path", ["missing.yaml", "."])
 def test_a_recipe_that_cannot_be_read(tmp_path: Path, path: str):
-    with pytest.raises(UserError, match="cannot read recipe"):
+    with refused("recipe.unreadable"):
         read_recipe(tmp_path / path)
 
 
@@ -184,7 +180,7 @@ def test_lora_flag(text: str, section: dict[str, str]):
 
 @pytest.mark.parametrize("text", ["", "r=", "=4", "r=8,16"])
 def test_lora_flag_refused(text: str):
-    with pytest.raises(UserError, match="--lora"):
+    with refused("lora.malformed"):
         parse_lora(text)
 
 
@@ -219,36 +215,48 @@ def test_a_resumed_run_keeps_the_rows_of_a_step(changes: dict[str, Any], accumul
 
 
 @pytest.mark.parametrize(
-    ("run", "changes", "told"),
+    ("run", "changes", "refusal"),
     [
-        ({}, {"gradient_accumulation": 6}, "cannot change gradient_accumulation from 3 to 6"),
-        ({}, {"nproc": 4, "gradient_accumulation": 3}, "12 rows instead of 24; use --gradient-accumulation 6"),
-        ({}, {"nproc": 10}, "a step would have 30 rows instead of 24; choose processes"),
-        ({}, {"nproc": 64}, "a step would have 192 rows instead of 24; choose processes"),
-        ({}, {"nproc": 5}, "got 5 processes, expected a multiple of cp_size 2"),
-        ({"streaming": True, "steps": 5}, {"nproc": 4}, "with streaming True, .* order of the rows"),
+        ({}, {"gradient_accumulation": 6}, ("resume.key-changed", "gradient_accumulation from 3 to 6")),
+        (
+            {},
+            {"nproc": 4, "gradient_accumulation": 3},
+            ("resume.other-batch", "12 rows", "--gradient-accumulation 6"),
+        ),
+        ({}, {"nproc": 10}, ("resume.other-batch", "30 rows")),
+        ({}, {"nproc": 64}, ("resume.other-batch", "192 rows")),
+        ({}, {"nproc": 5}, ("nproc.not-multiple-of-split", "5 processes", "cp_size 2")),
+        ({"streaming": True, "steps": 5}, {"nproc": 4}, ("resume.other-order", "streaming True")),
         (
             {"trainer": {"train_sampling_strategy": "group_by_length"}},
             {"nproc": 4},
-            "with train_sampling_strategy 'group_by_length'",
+            ("resume.other-order", "train_sampling_strategy 'group_by_length'"),
         ),
-        ({"trainer": {"dataloader_drop_last": True}}, {"nproc": 4}, "with dataloader_drop_last True"),
+        (
+            {"trainer": {"dataloader_drop_last": True}},
+            {"nproc": 4},
+            ("resume.other-order", "dataloader_drop_last"),
+        ),
         (
             {"engine": "zero3", "cp_size": 1},
             {"nproc": 4},
-            "nproc from 8 to 4 under engine 'zero3', .* same number of processes",
+            ("resume.other-processes", "nproc from 8 to 4", "'zero3'"),
         ),
-        ({"engine": "zero2", "cp_size": 1}, {"nproc": 4}, "nproc from 8 to 4 under engine 'zero2'"),
-        ({"engine": "zero3", "cp_size": 1, "sp_size": 2}, {"sp_size": 4}, "cannot change sp_size from 2 to 4"),
-        ({"cp_size": 1}, {"engine": "ddp", "nproc": 4}, "cannot change engine"),
-        ({"engine": "ddp", "cp_size": 1}, {"nproc": 1}, "needs at least 2 processes"),
+        ({"engine": "zero2", "cp_size": 1}, {"nproc": 4}, ("resume.other-processes", "'zero2'")),
+        (
+            {"engine": "zero3", "cp_size": 1, "sp_size": 2},
+            {"sp_size": 4},
+            ("resume.key-changed", "sp_size"),
+        ),
+        ({"cp_size": 1}, {"engine": "ddp", "nproc": 4}, ("resume.key-changed", "engine")),
+        ({"engine": "ddp", "cp_size": 1}, {"nproc": 1}, ("engine.ddp-alone",)),
     ],
 )
 def test_other_processes_that_would_make_it_another_run_are_refused(
-    run: dict[str, Any], changes: dict[str, Any], told: str, tmp_path: Path
+    run: dict[str, Any], changes: dict[str, Any], refusal: tuple[str, ...], tmp_path: Path
 ) -> None:
     save_recipe(resolve(build_recipe({**RUN, **run, "output": str(tmp_path)}, {})[0]), tmp_path / RECIPE_FILE)
-    with pytest.raises(UserError, match=told):
+    with refused(*refusal):
         resumed_recipe({}, {"output": str(tmp_path), **changes})
 
 
@@ -276,7 +284,7 @@ def test_qlora_is_adapters_on_four_bits() -> None:
     assert recipe.lora == LoraRecipe() and recipe.weights_kwargs["quantization_config"]["load_in_4bit"]
     assert build_recipe({"lora": {"r": 4}}, {"model": "m", "dataset": "d", "qlora": True})[0].lora == LoraRecipe(r=4)
     both = {"model": "m", "dataset": "d", "qlora": True, "model_kwargs": {"quantization_config": {}}}
-    with pytest.raises(UserError, match="use one"):
+    with refused("qlora.with-quantization-config"):
         resolve(build_recipe(both, {})[0])
 
 
@@ -284,7 +292,7 @@ def test_qlora_is_adapters_on_four_bits() -> None:
     "section", [{"model_kwargs": {"attn_implementation": "sdpa"}}, {"trainer": {"optim": "sgd"}}], ids=str
 )
 def test_a_second_name_is_told_the_first(section: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match="has its own recipe key; use '(attention|optimizer)' instead"):
+    with refused("recipe.key-of-its-own"):
         build_recipe({"model": "m", "dataset": "d", **section}, {})
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-from seqtile import UserError
+from refusals import refused
 from seqtile.train.recipe import build_recipe
 from seqtile.train.run import locate
 from seqtile.train.run_directory import LOCK, check_output, check_unlocked, check_writable, take_lock
@@ -25,9 +25,9 @@ def test_a_run_keeps_others_out_and_frees_its_directory(tmp_path: Path):
     take_lock(first)  # after a retry
     for resume in (False, True):
         (tmp_path / "checkpoint-1").mkdir(exist_ok=True)
-        with pytest.raises(UserError, match="in use by another run"):
+        with refused("output.in-use"):
             locate(recipe, resume=resume, resume_from=None, overwrite=False)
-    with pytest.raises(UserError, match="in use by another run"):
+    with refused("output.in-use"):
         take_lock(FileLock(tmp_path / LOCK))
     first.release(force=True)
     check_unlocked(tmp_path)
@@ -63,7 +63,7 @@ def test_a_file_system_that_cannot_lock_is_refused(code: int, tmp_path: Path, mo
     (tmp_path / LOCK).touch()
     monkeypatch.setattr(FileLock, "_acquire", refuse)
     for check in (lambda: take_lock(FileLock(tmp_path / LOCK)), lambda: check_unlocked(tmp_path)):
-        with pytest.raises(UserError, match="cannot lock output"):
+        with refused("output.cannot-lock"):
             check()
 
 
@@ -77,5 +77,5 @@ def test_a_look_whether_it_can_be_written_leaves_nothing(tmp_path: Path):
     check_writable(tmp_path / "a" / "b")
     assert not list(tmp_path.iterdir())
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="cannot write to output .*Not a directory"):
+    with refused("output.not-writable", "Not a directory"):
         check_writable(tmp_path / "file" / "a")

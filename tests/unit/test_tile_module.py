@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import seqtile
+from refusals import refused
 from watching import shapes_of
 from zoo import causal_lm
 
@@ -200,29 +201,28 @@ class Mixing(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("make", "settings", "message"),
+    ("make", "settings", "refusal"),
     [
-        (Mixing, {"dim": 1}, "cannot tile Mixing along dim=1: one token's output depends on other tokens: cumsum"),
-        (PerColumn, {"dim": 0}, "one token's output depends on other tokens: mean is taken over them"),
-        (lambda: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), {}, "its forward writes to 0.1.num_batches"),
-        (lambda: nn.Linear(8, 8), {"dim": "1"}, "of type str, expected an int"),
-        (Scaled, {"path": "fused"}, "path='fused' does not support Scaled"),
+        (Mixing, {"dim": 1}, ("dim.not-tileable", "Mixing along dim=1", "cumsum")),
+        (PerColumn, {"dim": 0}, ("dim.not-tileable", "mean")),
+        (lambda: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), {}, ("dim.not-tileable", "0.1.num_batches")),
+        (lambda: nn.Linear(8, 8), {"dim": "1"}, ("dim.wrong-type", "str")),
+        (Scaled, {"path": "fused"}, ("path.fused-unsupported", "Scaled")),
     ],
-    ids=lambda value: value if isinstance(value, str) else "",
+    ids=lambda value: value[0] if isinstance(value, tuple) else "",
 )
-def test_refusals_change_nothing(make, settings: dict, message: str) -> None:
+def test_refusals_change_nothing(make, settings: dict, refusal: tuple[str, ...]) -> None:
     module = make()
     if isinstance(module, (Scaled, PerColumn)):  # the tiling that stood still stands
         seqtile.tile_module(module, dim=1, tile=9)
     before = module.__dict__.keys(), module.__dict__.get("forward"), str(module)
-    with pytest.raises(seqtile.UserError, match=message) as caught:
+    with refused(*refusal):
         seqtile.tile_module(module, **settings)
-    assert "\n" not in str(caught.value)
     assert before == (module.__dict__.keys(), module.__dict__.get("forward"), str(module))
 
 
 def test_what_only_a_call_can_show() -> None:
-    with pytest.raises(seqtile.UserError, match="expected an nn.Module"):
+    with refused("model.not-a-module"):
         seqtile.tile_module(torch.relu)
     module = Scaled().double()
     seqtile.tile_module(module, dim=0, tile=4)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import tiny_run
-from seqtile import UserError
+from refusals import refused
 from seqtile.cli import main
 from seqtile.planner.names import ENGINES
 from seqtile.train import callbacks, launch, ranks
@@ -25,18 +25,17 @@ def recipe_of(**values: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("values", "words"),
+    ("values", "refusal"),
     [
-        ({"engine": "tpu"}, "'single', 'ddp', 'fsdp2', 'zero2' or 'zero3'"),
-        ({"engine": "ddp", "nproc": 0}, "'nproc': got 0"),
-        ({"engine": "zero3", "trainer": {"parallelism_config": {}}}, "use 'sp_size' instead"),
-        ({"engine": "zero3", "trainer": {"deepspeed": "x.json"}}, "use 'engine' instead"),
+        ({"engine": "tpu"}, ("recipe.invalid-value", "'engine'", "'tpu'", "'zero3'")),
+        ({"engine": "ddp", "nproc": 0}, ("recipe.invalid-value", "'nproc'", "got 0")),
+        ({"engine": "zero3", "trainer": {"parallelism_config": {}}}, ("recipe.key-of-its-own", "use 'sp_size'")),
+        ({"engine": "zero3", "trainer": {"deepspeed": "x.json"}}, ("recipe.key-of-its-own", "use 'engine'")),
     ],
 )
-def test_refused_before_anything_is_loaded(values: dict[str, Any], words: str):
-    with pytest.raises(UserError, match=words) as caught:
+def test_refused_before_anything_is_loaded(values: dict[str, Any], refusal: tuple[str, ...]):
+    with refused(*refusal):
         resolve(recipe_of(**values))
-    assert "\n" not in str(caught.value)
 
 
 def test_the_demo_under_an_engine_leaves_out_what_the_engine_cannot_do():
@@ -71,7 +70,7 @@ def test_a_sliding_window_that_ulysses_would_lose(tmp_path: Path):
 
     MistralConfig(num_attention_heads=4, num_key_value_heads=2, sliding_window=32).save_pretrained(tmp_path)
     values = {"model": str(tmp_path), "engine": "zero3", "sp_size": 2}
-    with pytest.raises(UserError, match="sliding-window mask .32 tokens.*use --max-length 32"):
+    with refused("sp-size.drops-window", "32 tokens", "--max-length 32"):
         check_split(recipe_of(**values))
     check_split(recipe_of(**values, attention="flash"))
     check_split(recipe_of(**{**values, "max_length": 32}))
@@ -86,23 +85,19 @@ def test_layers_that_ring_attention_cannot_compute(tmp_path: Path):
     small = dict(hidden_size=32, intermediate_size=72, num_attention_heads=4, num_key_value_heads=2, vocab_size=64)
     MistralConfig(**small, sliding_window=32).save_pretrained(tmp_path)
     for length in (64, 32):  # accelerate refuses a window that no row reaches, too
-        with pytest.raises(
-            UserError, match="cp_size 2 does not support .*: .* the mask of its sliding window of 32 tokens"
-        ):
+        with refused("cp-size.model-unsupported", "cp_size 2", "window of 32 tokens"):
             check_split(recipe_of(**{**values, "max_length": length}))
     Gemma3TextConfig(**small, sliding_window=32, num_hidden_layers=6).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="sliding window of 32"):
+    with refused("cp-size.model-unsupported", "window of 32 tokens"):
         check_split(recipe_of(**values))
     Qwen3_5TextConfig(**small, num_hidden_layers=4).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=r"cp_size 2 would train .* with wrong gradients: .*\(Gated DeltaNet\)"):
+    with refused("sp-size.model-with-state", "cp_size 2", "Gated DeltaNet"):
         check_split(recipe_of(**values))
     GPT2Config(n_embd=32, n_head=4, n_layer=1, vocab_size=64).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="cp_size 2 does not support .*: .* modules named self_attn, and it has none"):
+    with refused("cp-size.model-unsupported", "cp_size 2", "self_attn"):
         check_split(recipe_of(**values))
     BloomConfig(hidden_size=32, n_head=4, n_layer=1, vocab_size=64).save_pretrained(tmp_path)
-    with pytest.raises(
-        UserError, match=r"cp_size 2 does not support .*: .* attention \(sdpa\), which Transformers does not"
-    ):
+    with refused("cp-size.model-unsupported", "cp_size 2", "(sdpa)"):
         check_split(recipe_of(**values))
     LlamaConfig(**small).save_pretrained(tmp_path)
     check_split(recipe_of(**values))
@@ -118,7 +113,7 @@ def test_each_process_of_a_users_own_launcher_looks_at_the_model(tmp_path: Path,
     for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
     split = {"engine": "zero3", "sp_size": 2, "nproc": 2, "fit": False}
-    with pytest.raises(UserError, match="sp_size 2 .*sliding-window mask .32 tokens"):
+    with refused("sp-size.drops-window", "sp_size 2", "32 tokens"):
         train(recipe_of(model=str(tmp_path / "model"), dataset=__file__, output=str(tmp_path / "out"), **split))
 
 
@@ -153,21 +148,21 @@ def test_an_engine_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, capsys
 
 
 @pytest.mark.parametrize(
-    ("values", "world", "words"),
+    ("values", "world", "refusal"),
     [
-        ({"engine": "single", "nproc": None}, 2, "a launcher started 2 processes.*without a launcher"),
-        ({"engine": "ddp", "output": "x"}, 4, "expects 2 processes, but the launcher started 4"),
-        ({"engine": "ddp", "nproc": None}, 2, "set --output"),
-        ({"engine": "ddp", "output": "x"}, None, "expects 2 processes, but the launcher started 1"),
+        ({"engine": "single", "nproc": None}, 2, ("launcher.with-engine-single", "2 processes")),
+        ({"engine": "ddp", "output": "x"}, 4, ("launcher.process-count", "2 processes", "started 4")),
+        ({"engine": "ddp", "nproc": None}, 2, ("launcher.without-output",)),
+        ({"engine": "ddp", "output": "x"}, None, ("launcher.process-count", "2 processes", "started 1")),
     ],
 )
 def test_processes_that_are_not_those_of_the_recipe(
-    values: dict[str, Any], world: int | None, words: str, monkeypatch: pytest.MonkeyPatch
+    values: dict[str, Any], world: int | None, refusal: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ):
     if world is not None:
         monkeypatch.setenv("LOCAL_RANK", "0")
         monkeypatch.setenv("WORLD_SIZE", str(world))
-    with pytest.raises(UserError, match=words):
+    with refused(*refusal):
         ranks.join_launch(recipe_of(**values))
 
 
@@ -187,20 +182,20 @@ def trainer(processes: int, *, stage: int | None = None, sp_size: int = 1) -> An
 
 
 @pytest.mark.parametrize(
-    ("engine", "got", "words"),
+    ("engine", "got", "refusal"),
     [
-        ("ddp", trainer(2), "'single' \\(a Linear\\) in 2, so nothing was trained"),
-        ("fsdp2", trainer(2), "'single'"),
-        ("zero2", trainer(2), "'single'"),
-        ("zero3", trainer(2, stage=2), "'zero2'"),
-        ("zero3", trainer(1, stage=3), "in 2 processes, but accelerate set up 'zero3' .* in 1, "),
-        ("single", trainer(1, stage=2), "got engine 'single' in 1 processes,"),
-        ("zero3", trainer(2, stage=3, sp_size=2), "splits sequences over 2"),
+        ("ddp", trainer(2), ("launcher.other-engine", "'single' (a Linear) in 2")),
+        ("fsdp2", trainer(2), ("launcher.other-engine", "'single'")),
+        ("zero2", trainer(2), ("launcher.other-engine", "'single'")),
+        ("zero3", trainer(2, stage=2), ("launcher.other-engine", "'zero2'")),
+        ("zero3", trainer(1, stage=3), ("launcher.other-engine", "in 2 processes", "in 1,")),
+        ("single", trainer(1, stage=2), ("launcher.other-engine", "'single' in 1 processes")),
+        ("zero3", trainer(2, stage=3, sp_size=2), ("launcher.other-split", "over 2")),
     ],
 )
-def test_another_engine_than_the_one_asked_for(engine: str, got: Any, words: str):
+def test_another_engine_than_the_one_asked_for(engine: str, got: Any, refusal: tuple[str, ...]):
     check = callbacks.CheckModel(got, recipe_of(engine=engine, nproc=None if engine == "single" else 2))
-    with pytest.raises(UserError, match=words):
+    with refused(*refusal):
         check.on_train_begin(None, None, None)
 
 

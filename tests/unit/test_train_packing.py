@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import seqtile
 import tiny_run
-from seqtile import UserError
+from refusals import refused
 from seqtile.cli import main
 from seqtile.train.packing import check_packing
 from zoo import FALCON_READS_POSITIONS, causal_lm
@@ -43,7 +43,7 @@ def test_a_model_that_mixes_documents_is_refused(architecture: str) -> None:
         return
     model = causal_lm(architecture, torch.bfloat16)
     for asked in (arguments(), arguments(packing=False, padding_free=True)):
-        with pytest.raises(UserError, match="packed documents would attend to each other.*turn packing off"):
+        with refused("packing.no-document-mask"):
             check_packing(model, asked)
     for allowed in (arguments(packing=False), arguments(packing_strategy="wrapped")):
         check_packing(model, allowed)
@@ -82,14 +82,14 @@ class Recurrent(nn.Module):
 @pytest.mark.parametrize("asked", [{}, {"packing": False, "padding_free": True}], ids=["packing", "padding_free"])
 def test_a_state_that_starts_again_at_every_document_may_be_packed(asked: dict[str, Any]) -> None:
     check_packing(Recurrent(restarts=True), arguments(**asked))
-    with pytest.raises(UserError, match=r"share state \(short convolution, in layers.0 and others\)"):
+    with refused("packing.shared-state", "short convolution, in layers.0"):
         check_packing(Recurrent(restarts=False), arguments(**asked))
 
 
 def test_a_model_without_position_ids_is_refused() -> None:
     model = causal_lm("llama")
     model.forward = lambda input_ids, use_cache: None  # type: ignore[method-assign]
-    with pytest.raises(UserError, match="would attend to each other"):
+    with refused("packing.no-document-mask"):
         check_packing(model, arguments())
 
 

@@ -10,7 +10,7 @@ import torch
 import yaml
 from transformers import AutoConfig
 
-from seqtile import UserError
+from refusals import refused
 from seqtile.models.configs import max_positions
 from seqtile.models.rope_scaling import scale_positions, scaling_for
 from zoo import causal_lm
@@ -85,7 +85,7 @@ def test_twice_the_factor_halves_the_low_frequencies(case: str) -> None:
 @pytest.mark.parametrize("case", [case for case in ROPES if case != "default"])
 def test_the_type_is_never_replaced(case: str) -> None:
     other = "yarn" if case != "yarn" else "linear"
-    with pytest.raises(UserError, match="use rope_type"):
+    with refused("rope-scaling.other-type-than-trained"):
         scale_positions(config_of(case), {"rope_type": other, "factor": 4}, "m")
 
 
@@ -100,7 +100,7 @@ def test_a_sentence_that_is_obeyed_trains(tmp_path: Any) -> None:
     values = {"model": str(tmp_path / "model"), "dataset": str(rows), "output": str(tmp_path / "out"), "steps": 1,
               "max_length": 2 * tiny_run.POSITIONS, "tile": 64}  # fmt: skip
     (tmp_path / "model" / "model.safetensors").rename(tmp_path / "weights")  # refused before it is looked for
-    with pytest.raises(UserError, match="the 256 positions") as caught:
+    with refused("max-length.beyond-positions", "256 positions") as caught:
         train(build_recipe(values, {})[0])
     (tmp_path / "weights").rename(tmp_path / "model" / "model.safetensors")
     told = re.search(r"'(rope_scaling: .*?)'", str(caught.value))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import tiny_run
-from seqtile import UserError
+from refusals import refused
 from seqtile.train.data import load_rows
 from seqtile.train.media import RowError
 from seqtile.train.read_data import check_rows
@@ -153,7 +153,7 @@ def test_what_would_train_something_else_is_refused(case: str) -> None:
 
 
 def test_preferences_and_pictures_are_named() -> None:
-    with pytest.raises(UserError, match="preferences"):
+    with refused("dataset.preferences"):
         find_key_columns(["prompt", "chosen", "rejected"], "rows", "text")
 
 
@@ -161,7 +161,7 @@ def test_a_column_of_pictures_is_refused_unless_it_is_empty(tmp_path: Path) -> N
     path = tiny_run.write_jsonl(tmp_path / "rows.jsonl", [{**chat(ASK, ANSWER), "images": []}] * 2)
     assert len(check_rows(load_rows(str(path))).rows) == 2
     tiny_run.write_jsonl(path, [{**chat(ASK, ANSWER), "images": ["cat.png"]}, {**chat(ASK, ANSWER), "images": []}])
-    with pytest.raises(UserError, match="'images'"):
+    with refused("dataset.media-column-in-text", "'images'"):
         check_rows(load_rows(str(path)))
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import seqtile
+from refusals import refused
 from seqtile.blocks.instance import TiledForward
 from seqtile.integrations.unsloth import patch_tiled_mlp
 from seqtile.recognise import proof
@@ -33,7 +34,7 @@ def test_what_an_option_means(option: str, rule: str) -> None:
 @pytest.mark.parametrize("option", ["target", "target:0", "target:a lot", "target:-1", "target:1:mlp", "4 GB"])
 def test_other_options_are_refused(option: str) -> None:
     model = causal_lm("llama")
-    with pytest.raises(seqtile.UserError):
+    with refused("option.malformed"):
         patch_tiled_mlp(model, option)
     assert not tiled(model)
 
@@ -49,7 +50,7 @@ def test_a_model_that_unsloth_has_tiled_is_refused() -> None:
     mlp = model.model.layers[1].mlp
     mlp.forward = MethodType(tiled_forward, mlp)
     for call in (lambda: patch_tiled_mlp(model), lambda: seqtile.tile_module(mlp), lambda: seqtile.apply(model)):
-        with pytest.raises(seqtile.UserError, match="Unsloth's own tiled MLP already runs LlamaMLP"):
+        with refused("unsloth.tiles-already", "LlamaMLP"):
             call()
     seqtile.apply(model, blocks="none", loss="tiled")
 
