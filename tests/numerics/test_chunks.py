@@ -15,7 +15,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import seqtile
@@ -64,7 +64,30 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "falcon_h1": dict(mamba_n_heads=6, mamba_d_head=8, mamba_n_groups=1, mamba_d_state=10, mamba_chunk_size=4,
                       mamba_d_ssm=48),  # attention and a state in one layer
 }  # fmt: skip
-NO_FLOAT64 = {"qwen3_moe", "deepseek_v3", "gpt_oss", "gemma2"}
+MAMBA2 = dict(mamba_n_heads=5, mamba_d_head=16, mamba_n_groups=1, mamba_d_state=10, mamba_chunk_size=16)
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "qwen3_next": {**DELTA, **EXPERTS, "shared_expert_intermediate_size": 28, "mlp_only_layers": [0]},
+    "olmo_hybrid": DELTA,
+    "jamba": dict(  # Mamba-1, which runs whole
+        mamba_d_state=10, mamba_dt_rank=6, num_experts=5, num_experts_per_tok=2, attn_layer_period=2,
+        attn_layer_offset=1, use_mamba_kernels=False,
+    ),
+    "bamba": dict(**MAMBA2, attn_layer_indices=[1, 3]),
+    "granitemoehybrid": dict(
+        **MAMBA2, layer_types=["mamba", "attention"] * 2, num_local_experts=6, num_experts_per_tok=2,
+        shared_intermediate_size=28,
+    ),
+    "nemotron_h": dict(  # the last layer is an MLP alone
+        mamba_num_heads=5, mamba_head_dim=16, n_groups=1, ssm_state_size=10, chunk_size=16,
+        layers_block_type=["mamba", "attention", "mamba", "mlp"], use_mamba_kernels=False,
+    ),
+    "zamba2": dict(  # its shared attention reads the embeddings too
+        attention_hidden_size=80, attention_head_dim=20, mamba_d_state=10, mamba_ngroups=1, n_mamba_heads=5,
+        mamba_headdim=16, chunk_size=16, num_key_value_heads=4, num_mem_blocks=1, adapter_rank=6,
+        layers_block_type=["mamba", "hybrid"] * 2, use_mamba_kernels=False,
+    ),
+}  # fmt: skip
+NO_FLOAT64 = {"qwen3_next", "jamba", "granitemoehybrid", "qwen3_moe", "deepseek_v3", "gpt_oss", "gemma2"}
 """Their grouped product takes no float64, or their eager attention has a softmax in fp32, where a mask overflows."""
 
 ROUNDED_TO_NOTHING = ("A_log", "dt_bias")
@@ -78,10 +101,12 @@ HANDS_STATES_ON = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5
 
 
 def build(family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
-    if family in STATES and not HANDS_STATES_ON:
+    if family not in CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no {family}")
+    if family in STATES | HYBRIDS.keys() and not HANDS_STATES_ON:
         pytest.skip(f"transformers {transformers.__version__} drops a state that is given to more than one token")
     torch.manual_seed(0)
-    settings = {**SIZES, **FAMILIES.get(family, {}), **changes}
+    settings = {**SIZES, **(FAMILIES | HYBRIDS).get(family, {}), **changes}
     attention = settings.pop("attn_implementation", None)
     config = AutoConfig.for_model(family, **settings)
     return AutoModelForCausalLM.from_config(config, attn_implementation=attention).to(dtype).train()
@@ -159,6 +184,23 @@ def test_chunks_are_the_whole_layers(family: str, padded: str) -> None:
         if not (eager and padded):  # where a mask that is added hides all tokens from some, they attend to all
             assert chunks_of(model) == [-(-150 // chunk)] * 4, (report.notes, chunk, segment)
         assert_all_no_worse(got, whole, truth, factor=4.0, floor=2e-6)
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_labels_of_hybrids(family: str) -> None:
+    """Ignored tokens, left padding and a tiled loss, with and without a cache that the model makes."""
+    batch = batch_of(padded="left")
+    batch["labels"][1, 70:90] = -100
+    exact = torch.float32 if family in NO_FLOAT64 else torch.float64
+    expected, truth = step(build(family), batch), in_double(step(build(family, exact), batch))
+    blocks = "none" if family == "zamba2" else "auto"
+    for settings in (dict(segment=1), dict(segment=2)):
+        model = build(family)
+        report = seqtile.apply(model, chunk=64, loss="tiled", loss_tile=32, blocks=blocks, **settings)
+        got = step(model, batch, dict(batch, use_cache=False))
+        got = {name: None if value is None else value / 2 for name, value in got.items()}
+        assert_all_no_worse(got, expected, truth, factor=4.0, floor=5e-6)
+        assert chunks_of(model) == ([0, 3, 0, 3] if family == "jamba" else [3] * 4), report.notes
 
 
 @pytest.mark.parametrize("segment", [1, 2])
@@ -270,6 +312,21 @@ def test_packed_documents_stay_apart(family: str, attention: str, monkeypatch: p
     del got["loss"]
     assert_all_no_worse(got, one_by_one(torch.float32), in_double(one_by_one(torch.float64)), factor=4.0, floor=2e-5)
     assert all(chunks > 1 for chunks in chunks_of(model))
+
+
+def test_documents_that_attention_alone_keeps_apart(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Flash attention reads where positions start again; the state of the same layer does not."""
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "flash_attention_2", flash_attention_stand_in)
+    positions = torch.cat([torch.arange(length) for length in (100, 50)])[None]
+    batch = dict(batch_of(1), position_ids=positions, use_cache=False)
+    models = [build("falcon_h1") for _ in range(2)]
+    for model in models:
+        model.config._attn_implementation_internal = "flash_attention_2"  # its setter looks for the kernel
+    seqtile.apply(models[1], chunk=64)
+    torch.testing.assert_close(step(models[1], batch), step(models[0], batch), rtol=1e-4, atol=1e-6)
+    assert chunks_of(models[1]) == [0] * 4 and "cu_seq_lens_q" in caplog.text
 
 
 def test_dropout_is_drawn_once_and_replayed() -> None:

@@ -76,7 +76,8 @@ def _install_chunks(model: nn.Module, chunk: int | str, segment: int) -> Techniq
             shared = Segment(len(together))
             for position, layer in enumerate(together):
                 module = model.get_submodule(layer.name)
-                setting = ChunkSetting(chunk, layer.name, position, bool(layer.mixers) and not layer.states, segment)
+                attends = any(not mixer.has_state for mixer in layer.mixers)
+                setting = ChunkSetting(chunk, layer.name, position, attends, bool(layer.states), segment)
                 forward = ChunkForward(module, setting, shared, proofs)
                 forward.install()
                 mark_leaf(module)

@@ -81,7 +81,12 @@ class ChunkedCall:
             if (self.batch, self.tokens) != (1, segments.tokens):
                 self.why_whole = f"its hidden states are not one row of {segments.tokens} tokens"
         elif reads_starts or reads_positions:
-            self._read_documents(starts, kwargs.get("position_ids") if reads_positions else None)
+            by_name = self._read_documents(starts, kwargs.get("position_ids") if reads_positions else None)
+            if self.documents and has_state and not by_name:
+                self.why_whole = (
+                    "its attention keeps packed documents apart by their positions and its state does not; pass "
+                    "cu_seq_lens_q or seq_idx"
+                )
 
     def _sort(self, number: int, leaf: Tensor) -> None:
         """Decide along which dimension an argument is cut."""
@@ -106,13 +111,14 @@ class ChunkedCall:
         elif tokens in shape:
             self.why_whole = f"it takes an argument of shape {tuple(shape)}, which cannot be split into chunks"
 
-    def _read_documents(self, starts: Mapping[str, Any], positions: Any) -> None:
+    def _read_documents(self, starts: Mapping[str, Any], positions: Any) -> bool:
+        """Set the documents; returns whether an argument names them, which positions do not."""
         boundaries = next((starts[name] for name in DOCUMENTS if starts.get(name) is not None), None)
         if boundaries is None and isinstance(positions, Tensor) and positions.shape == (1, self.tokens):
             changes = (positions[0].diff() != 1).nonzero().flatten() + 1
             ends = [0, *changes.tolist(), self.tokens]
         elif boundaries is None:
-            return
+            return False
         elif boundaries.dim() == 2:  # seq_idx, [1, T]: the number of each token's document
             ends = [0, *((boundaries[0].diff() != 0).nonzero().flatten() + 1).tolist(), self.tokens]
         else:  # [documents + 1]
@@ -124,6 +130,7 @@ class ChunkedCall:
             self.why_whole = "packed documents start at different tokens in the sequences of a batch"
         if self.documents and sum(self.documents) != self.tokens:
             self.why_whole = f"its documents have {sum(self.documents):,} tokens, but its sequence {self.tokens:,}"
+        return boundaries is not None
 
     def take(self) -> list[Tensor]:
         """The hidden states and the other arguments that require a gradient; the call keeps none of them alive."""

@@ -86,7 +86,8 @@ class ChunkSetting:
         tokens: of each row per chunk, or ``"auto"``.
         name: qualified name of the layer.
         position: its place in the segment.
-        attends: whether it has attention and no state.
+        attends: whether it has attention.
+        has_state: whether it carries a state. A layer may have both, or neither: an MLP alone.
         segment: layers of a full segment.
     """
 
@@ -94,6 +95,7 @@ class ChunkSetting:
     name: str
     position: int = 0
     attends: bool = True
+    has_state: bool = False
     segment: int = 1
 
     @property
@@ -162,15 +164,16 @@ class ChunkForward(Installed):
             args,
             kwargs,
             self.cache,
-            has_state=not self.chunk.attends,
-            reads_starts=flash or not self.chunk.attends,
+            has_state=self.chunk.has_state,
+            reads_starts=flash or self.chunk.has_state,
             reads_positions=flash,
             captures=captures_router_logits(),
         )
         before = self.proofs.recording  # the segment that recorded last
         if before not in (None, segment) and before.recorded and before.hidden_states is call.hidden_states:
             before.recorded[-1][0].refuse_segment("the layers after it were not called", "behind")
-        why = call.why_whole or self._hooked(call) or ("" if checkpointed else _why_not_without(cache, module))
+        reads_cache = (self.chunk.attends or self.chunk.has_state) and not checkpointed
+        why = call.why_whole or self._hooked(call) or (_why_not_without(cache, module) if reads_cache else "")
         proof = UNKNOWN if why else self.proofs.of(self.module, call, args, kwargs)
         if why := why or proof.why_not:
             return self._whole(why, args, kwargs)
