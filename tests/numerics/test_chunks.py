@@ -676,6 +676,21 @@ def test_left_padding_under_eager_attention() -> None:
     assert_all_no_worse(step(model, batch), expected, truth, factor=4.0, floor=2e-6)
 
 
+@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
+def test_an_indexer_keeps_its_layer_whole(family: str, caplog: pytest.LogCaptureFixture) -> None:
+    """It selects all tokens of a short trial, so that a trial would tell nothing of longer sequences."""
+    settings = {**FAMILIES["deepseek_v3"], "index_n_heads": 3, "index_head_dim": 16, "index_topk": 200}
+    if family == "glm_moe_dsa":
+        settings["indexer_types"] = ["full", "shared"] * 2  # a shared layer is handed what the one before it selected
+    batch = batch_of()
+    expected = step(build(family, **settings), batch)
+    model = build(family, **settings)
+    seqtile.apply(model, chunk=64)
+    torch.testing.assert_close(step(model, batch), expected, rtol=1e-4, atol=1e-6)
+    assert chunks_of(model) == [0] * 4 and "Indexer" in caplog.text
+    assert ("another layer selected" in caplog.text) == (family == "glm_moe_dsa")
+
+
 @pytest.mark.parametrize("shape", ["one per token", "one per pair of tokens"])
 def test_an_argument_that_looks_like_a_mask_is_none(shape: str) -> None:
     """Attention sees what the layer gives it as its mask, whatever else goes through the layer."""

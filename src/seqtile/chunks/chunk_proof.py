@@ -40,6 +40,9 @@ from seqtile.tiling import CHUNK_MULTIPLE, StateTiles, chunk_sizes
 TOKENS = 2 * CHUNK_MULTIPLE + 22
 """Tokens of the trial, where the sequence has as many: whole blocks of a delta rule, and a rest."""
 
+_INDEXER = "Indexer"
+"""In the name of each class that selects keys for sparse attention (DeepSeek-V3.2, GLM-5, MiniMax-M3)."""
+
 ROWS = 2
 """Rows of the trial, where the batch has as many."""
 
@@ -130,6 +133,9 @@ def _try_layer(layer: nn.Module, call: ChunkedCall, args: Sequence[Any], kwargs:
         return ChunkProof("sequence parallelism splits its sequence over ranks")
     if any(getattr(module, "is_kv_shared_layer", False) for module in layer.modules()):
         return ChunkProof("it reads another layer's keys and values")
+    # Before the trial, whose tokens may be fewer than those that an indexer selects: all of them.
+    if indexer := next((type(module).__name__ for module in layer.modules() if _INDEXER in type(module).__name__), ""):
+        return ChunkProof(f"its attention selects tokens of the whole sequence ({indexer})")
     if any(isinstance(value, dict | list) for value in (*args, *kwargs.values())):
         return ChunkProof("it takes a container that layers may write to")
     if not has_values(layer):

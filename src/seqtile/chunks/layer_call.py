@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from seqtile._compat import tree_flatten, tree_unflatten
@@ -100,6 +101,8 @@ class ChunkedCall:
             self.extra += 1
             self._given.append(number)
             self._leaves[number] = None
+        elif by_row and leaf.dim() > 2 and leaf.dtype in (torch.int32, torch.int64):  # of another layer's indexer
+            self.why_whole = "it takes numbers of tokens, which another layer selected in the whole sequence"
         elif leaf.requires_grad:
             self.why_whole = f"an argument of shape {tuple(shape)} requires a gradient"
         elif by_row:
