@@ -34,7 +34,7 @@ from seqtile.models.causal import causal_model
 from seqtile.models.configs import refuse_encoder
 from seqtile.options import DEFAULTS, TilingOptions, changed, unknown_keys
 from seqtile.planner.accelerators import DEVICES, Device, device_here, find_device
-from seqtile.planner.chooser import CHOSEN, Chosen, DoesNotFit, choose_settings
+from seqtile.planner.chooser import CHOSEN, Chosen, DoesNotFit, choose_settings, fixed_settings
 from seqtile.planner.estimate import Estimate
 from seqtile.planner.explain import other_step, planned_offload
 from seqtile.planner.memory_plan import Planner
@@ -191,24 +191,16 @@ def choose_for(
     notes += no_loss
     if loss is None and step.head not in ("scores", "hidden"):  # whose own heads run in tiles
         request = replace(request, options=replace(request.options, loss=None, loss_tile="auto"))
-    fixed = {
-        name: getattr(options, name) for name in CHOSEN if name in given or getattr(options, name) != DEFAULTS[name]
-    }
+    fixed = fixed_settings(options, given)
     if step.head == "hidden":
         fixed["loss_tile"] = DIVERGENCE_TILE
-    if "vision" in given:
-        fixed["vision"] = options.vision
-    if options.checkpoint is None and options.offload_room:  # which means "layer"
-        fixed.pop("checkpoint", None)
     checkpointed = bool(recomputes)
     if recomputes is None:  # what an earlier call switched on is switched off before the choice is applied
         checkpointed = is_on(causal_model(model)) and not any(p.switched_on for p in standing_checkpointing(model))
 
     def choose_here() -> Choice:
         with in_one_sentence(request.config):
-            choice = choose(
-                request, max_length, fixed, can_offload=request.device_type != "cpu", checkpointed=checkpointed
-            )
+            choice = choose(request, max_length, fixed, checkpointed=checkpointed)
         return replace(choice, planner=None)  # which is of this process, and holds a model
 
     choice = _by_first_rank(choose_here)
@@ -261,21 +253,15 @@ def _loss(model: nn.Module, options: TilingOptions, is_given: bool, step: Traine
 
 
 def choose(
-    request: Request,
-    max_length: int,
-    fixed: Mapping[str, Any],
-    *,
-    can_offload: bool,
-    packed: bool = False,
-    checkpointed: bool = False,
+    request: Request, max_length: int, fixed: Mapping[str, Any], *, packed: bool = False, checkpointed: bool = False
 ) -> Choice:
     """The settings that cost least time among those that fit, by :func:`seqtile.planner.chooser.choose_settings`.
 
-    A vision tower is first planned in groups, and runs whole if it fits beside the chosen settings.
+    A vision tower is first planned in groups, and runs whole if it fits beside the chosen settings. Checkpoints and
+    weights go to a host whose memory is known.
 
     Args:
-        fixed: settings that are given.
-        can_offload: whether checkpoints can be moved to the host.
+        fixed: of :func:`seqtile.planner.chooser.fixed_settings`.
         packed: whether rows hold several documents.
         checkpointed: whether every layer is checkpointed whatever is chosen.
 
@@ -286,7 +272,9 @@ def choose(
     if cuts_tower:
         request = changed(request, vision="auto")
     try:
-        chosen = choose_settings(request, max_length, fixed, can_offload=can_offload, checkpointed=checkpointed)
+        chosen = choose_settings(
+            request, max_length, fixed, can_offload=request.host_memory is not None, checkpointed=checkpointed
+        )
     except DoesNotFit as error:
         raise DoesNotFit(f"{error}; {_what_helps(error)}", error.planner, error.longest) from None
     whole = _with_whole_tower(request, chosen, max_length) if cuts_tower and chosen.sure else None

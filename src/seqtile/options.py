@@ -145,6 +145,10 @@ class TilingOptions:
                 object.__setattr__(self, name, tuple(value))  # so that records can be compared and hashed
         _one_of("blocks", self.blocks, BLOCKS)
         _one_of("path", self.path, PATHS)
+        for name in ("tile", "state", "chunk", "vision"):
+            value = getattr(self, name)
+            if isinstance(value, str) and value.strip().isdecimal():  # a flag's
+                object.__setattr__(self, name, int(value))
         try:
             self.tile_rule, self.keep_rule(1)
         except (TypeError, ValueError) as error:
@@ -163,18 +167,12 @@ class TilingOptions:
             raise UserError("option.malformed", str(error).replace("tile=", "loss_tile=", 1)) from None
         for name in ("heads", "vision"):
             value = getattr(self, name)
-            if name == "vision" and isinstance(value, str) and value.isdecimal():  # a flag's
-                value = int(value)
-                object.__setattr__(self, name, value)
             if value not in (None, "auto") and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise UserError(
                     "option.not-a-count", f"got {name}={value!r}, expected 'auto', an int of at least 1, or None"
                 )
         for name in ("state", "chunk"):
             value = getattr(self, name)
-            if isinstance(value, str) and value.isdecimal():  # a flag's
-                value = int(value)
-                object.__setattr__(self, name, value)
             if value not in (None, "auto") and (isinstance(value, bool) or not isinstance(value, int) or value < 2):
                 raise UserError(
                     "option.not-a-count", f"got {name}={value!r}, expected 'auto', an int of at least 2, or None"

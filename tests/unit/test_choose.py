@@ -22,7 +22,7 @@ from seqtile.cli import main
 from seqtile.options import WHOLE_LAYER, TilingOptions, checkpoint_of, layer_policies
 from seqtile.planner import chooser as module
 from seqtile.planner.accelerators import Device
-from seqtile.planner.chooser import choose_settings
+from seqtile.planner.chooser import choose_settings, fixed_settings
 from seqtile.planner.estimate import Bounds
 from seqtile.planner.request import Request
 from seqtile.planner.sharding_terms import CONSTANTS
@@ -277,6 +277,55 @@ def test_settings_that_are_given_and_exclude_each_other_are_refused_in_a_sentenc
             seqtile.fit(model, max_length=512, device="4GiB", chunk=128, **given)
     report = seqtile.fit(model, max_length=512, device="4GiB", keep="memory:1MiB", tile=128)
     assert report.settings["keep"] == "memory:1MiB" and "keep memory:1MiB: as given" in report.why
+
+
+GIVEN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "nothing": ({}, {}),
+    "tiles": ({"tile": "640", "loss_tile": 64}, {"tile": 640, "loss_tile": 64}),
+    "attention saved": ({"checkpoint": "attention-saved", "offload": True}, None),
+    "no blocks": ({"blocks": "none"}, {"blocks": "none", "tile": "auto", "keep": 0.0}),
+    "a rule": ({"keep": "auto"}, {"keep": "auto"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", GIVEN)
+def test_plan_fit_and_train_take_the_same_settings_as_given(case: str, folder: Path) -> None:
+    given, expected = GIVEN[case]
+    keys = {name: value for name, value in given.items() if name != "blocks"}
+    recipe = recipe_of(folder, **keys, **{"tiled_mlp": False, "tile": None} if "blocks" in given else {})
+    default = {"checkpoint": "auto", **given}
+    assert fixed_settings(TilingOptions(**given)) == (given if expected is None else expected)
+    assert fixed_settings(TilingOptions(**default), checkpoint="auto") == fixed_settings(TilingOptions(**given))
+    assert fixed_settings(recipe.options, checkpoint="layer") == fixed_settings(TilingOptions(**given))
+
+
+def test_checkpoints_that_are_switched_off_are_given() -> None:
+    assert fixed_settings(TilingOptions(), checkpoint="layer") == {"checkpoint": None}
+    assert fixed_settings(TilingOptions(), ["checkpoint", "vision"]) == {"checkpoint": None, "vision": None}
+    assert fixed_settings(TilingOptions(offload=True), ["checkpoint"]) == {
+        "offload": True
+    }  # with checkpoints of layers
+
+
+def test_what_depends_on_free_memory_is_not_replaced_by_a_choice(folder: Path) -> None:
+    with pytest.raises(UserError) as error:
+        fits.fit_recipe(recipe_of(folder, keep="auto", fit="4GiB"))
+    assert error.value.code == "keep.auto-in-plan"
+
+
+def test_a_host_of_unknown_memory_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+
+    def choose(*_: Any, can_offload: bool, **__: Any) -> Any:
+        asked.append(can_offload)
+        raise UserError("test.asked", "asked")
+
+    monkeypatch.setattr(fitting, "choose_settings", choose)
+    for memory in (None, GIB):
+        request = Request(model="m", config=None, device=Device("it", GIB, None, ""), host_memory=memory)
+        with pytest.raises(UserError, match="asked"):
+            fitting.choose(request, TOKENS, {})
+    assert asked == [False, True]
 
 
 def test_no_rank_waits_for_one_that_raised(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,10 +52,10 @@ def test_learning_rate_depends_on_what_trains():
         ({"tiled_mlp_num_shards": "4"}, "shards:4"),
         ({"use_tiled_mlp": "true", "tiled_mlp_num_shards": "8"}, "shards:8"),
         ({"tiled_mlp": "yes", "use_tiled_mlp": True}, "auto"),
-        ({"tile": "8192"}, "8192"),
+        ({"tile": "8192"}, 8192),
     ],
 )
-def test_spellings_of_other_trainers(values: dict[str, Any], tile: str):
+def test_spellings_of_other_trainers(values: dict[str, Any], tile: int | str):
     for recipe in (recipe_of(values), recipe_of({}, values)):
         assert recipe.tiled_mlp
         assert recipe.options.tile == tile
@@ -75,7 +75,7 @@ def test_original_mlp_is_accepted_and_said_to_change_nothing(value: bool):
 
 
 def test_a_tile_flag_overrides_the_recipes_number_of_shards():
-    assert recipe_of({"tiled_mlp_num_shards": 8}, {"tile": "4096"}).options.tile == "4096"
+    assert recipe_of({"tiled_mlp_num_shards": 8}, {"tile": "4096"}).options.tile == 4096
     assert recipe_of({"tile": 4096}, {"tiled_mlp_num_shards": 8}).options.tile == "shards:8"
 
 

@@ -15,7 +15,6 @@ import typer
 
 from seqtile._errors import RUN_ERROR, RunError, UserError
 from seqtile.cli.flags import flag, option_flags, options_of, takes
-from seqtile.options import DEFAULTS
 
 if TYPE_CHECKING:
     from seqtile.planner.explain import NextSetting
@@ -123,13 +122,13 @@ def command(flags: PlanFlags) -> None:
 def _with_choice(request: Request, max_length: int | None) -> tuple[Request, Planner | None, tuple[str, ...]]:
     """``request`` with chosen settings (the tightest if none fit), their plan and why; unchanged if any are given."""
     from seqtile.fitting import choose
-    from seqtile.planner.chooser import CHOSEN, DoesNotFit
+    from seqtile.planner.chooser import DoesNotFit, fixed_settings
 
-    given = [name for name in CHOSEN if getattr(request.options, name) != {**DEFAULTS, "checkpoint": "auto"}[name]]
-    if max_length is None or given or not request.has_recipe or request.options.loss is None:  # what no fit plans
+    fixed = fixed_settings(request.options, checkpoint="auto")
+    if max_length is None or fixed or not request.has_recipe or request.options.loss is None:  # what no fit plans
         return request, None, ()
     try:
-        choice = choose(request, max_length, {}, can_offload=request.host_memory is not None)
+        choice = choose(request, max_length, fixed)
     except DoesNotFit as error:
         return error.planner.request, error.planner, (str(error),)
     return replace(request, options=choice.options), choice.planner, choice.why

@@ -12,7 +12,7 @@ arithmetic expects of them, as far as that is better than the best that was plan
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 from operator import itemgetter
@@ -55,6 +55,29 @@ UNTILED_TERMS = (WEIGHTS, GRADIENTS, OPTIMIZER, CHECKPOINTS)
 HIDDEN_SIZES = 7
 """Hidden states that a decoder layer without a checkpoint keeps, beside gate and up: 7.6 of Llama-8B, 9.8 with
 adapters. A first guess, which fake runs correct."""
+
+
+def fixed_settings(
+    options: TilingOptions, given: Container[str] = (), *, checkpoint: str | None = None
+) -> dict[str, Any]:
+    """The settings that are not to be chosen: those that differ from their defaults, and those given at a default.
+
+    ``plan``, ``fit`` and ``train`` differ in their default of ``checkpoint`` alone.
+
+    Args:
+        options: as the user wrote them.
+        given: names of options that are fixed at their default too.
+        checkpoint: the default of ``checkpoint``.
+    """
+    defaults = {**DEFAULTS, "checkpoint": checkpoint}
+    names = [name for name in CHOSEN if name in given or getattr(options, name) != defaults[name]]
+    if not options.tiled:
+        names += ["tile", "keep"]
+    if "vision" in given:
+        names.append("vision")
+    if options.checkpoint is None and options.offload_room:  # which means "layer"
+        names = [name for name in names if name != "checkpoint"]
+    return {name: getattr(options, name) for name in names}
 
 
 @dataclass(frozen=True)
@@ -127,7 +150,7 @@ def choose_settings(
     Args:
         request: model, device and engine.
         tokens: the length.
-        fixed: those of :data:`CHOSEN` that are not to be chosen.
+        fixed: of :func:`fixed_settings`.
         can_offload: whether checkpoints can be moved to the host.
         checkpointed: whether every layer is checkpointed whatever is chosen.
         like: a plan of the same model, whose fake runs are used again.
@@ -496,13 +519,12 @@ def smaller_tiles(settings: TilingOptions, times: int) -> dict[str, Any]:
     }
 
 
-def would_avoid(
-    request: Request, settings: TilingOptions, tokens: int, short: int, *, can_offload: bool
-) -> tuple[Estimate, str | None]:
+def would_avoid(request: Request, settings: TilingOptions, tokens: int, short: int) -> tuple[Estimate, str | None]:
     """The estimate of ``settings``, and what would be chosen for a device that is full ``short`` bytes below it."""
     planner = Planner(replace(request, options=settings), tokens)
     now = planner.estimate(tokens)
     smaller = replace(request, device=replace(request.device, memory=int(now.device.high) - short))
+    can_offload = request.host_memory is not None
     best, _ = _Chooser(smaller, tokens, {}, can_offload, checkpointed=False, like=planner, outlook=False).best()
     if best is None:
         return now, None

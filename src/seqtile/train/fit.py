@@ -16,18 +16,25 @@ import torch
 from seqtile._errors import UserError
 from seqtile._log import log_level
 from seqtile.devices import accelerator, available_host_bytes, device_type
-from seqtile.fitting import choose, host_as_device, planned_attention, planned_optimizer, planned_precision
+from seqtile.fitting import (
+    choose,
+    host_as_device,
+    planned_attention,
+    planned_optimizer,
+    planned_options,
+    planned_precision,
+)
 from seqtile.models.configs import towers_of
-from seqtile.options import DEFAULTS, TilingOptions
+from seqtile.options import TilingOptions
 from seqtile.planner.accelerators import Device, device_here
-from seqtile.planner.chooser import CHOSEN
+from seqtile.planner.chooser import fixed_settings
 from seqtile.planner.pictures import pictures_like
 from seqtile.planner.request import Request
 from seqtile.planner.step_config import Lora, Pictures
 from seqtile.tiling import parse_bytes
 from seqtile.train.load import load_config, weights_dtype
 from seqtile.train.read_data import Data, has_media, read_data
-from seqtile.train.recipe import TRL_LOSS_TILE, Recipe
+from seqtile.train.recipe import OptionKeys, Recipe
 
 
 @dataclass(frozen=True)
@@ -57,19 +64,9 @@ def fit_recipe(recipe: Recipe, nodes: int = 1) -> Fitted:
         pictures = largest_pictures(config, data)
         max_length = with_pictures(max_length, pictures)
     memory = parse_bytes(recipe.fit) if isinstance(recipe.fit, str) else None
-    settings = settings_of(recipe)
-    fixed = {name: getattr(settings, name) for name in CHOSEN if getattr(recipe.options, name) != DEFAULTS[name]}
-    if recipe.options.checkpoint == "layer":  # the recipe's default
-        fixed.pop("checkpoint", None)
-    elif not recipe.recomputes:
-        fixed["checkpoint"] = None
-    if not recipe.tiled_mlp:
-        fixed |= {name: getattr(settings, name) for name in ("tile", "keep", "blocks")}
+    fixed = fixed_settings(recipe.options, checkpoint=OptionKeys.model_fields["checkpoint"].default)
     request = replace(request_of(recipe, memory, nodes), pictures=pictures)
-    choice = choose(
-        request, max_length, fixed, can_offload=accelerator() is not None,
-        packed=bool(recipe.packing),
-    )  # fmt: skip
+    choice = choose(request, max_length, fixed, packed=bool(recipe.packing))
     chosen = recipe.changed(**updates_of(choice.options, recipe), fit=False)
     return Fitted(chosen, tuple(f"fit: {sentence}" for sentence in choice.why))
 
@@ -145,16 +142,10 @@ def settings_of(recipe: Recipe, tile: int | None = None) -> TilingOptions:
         recipe: the recipe.
         tile: tokens of the largest tile that its rule makes; None leaves the rule.
     """
-    options = recipe.tiling.for_plan()
+    options = recipe.options if recipe.tiled_mlp else recipe.options.without_blocks()
     if tile is not None and options.tiled:
         options = replace(options, tile=tile)
-    elif str(options.tile).isdigit():
-        options = replace(options, tile=int(options.tile))
-    trained = "layer" if recipe.recomputes else None
-    return replace(
-        options, loss="tiled", loss_tile=recipe.loss_tile or TRL_LOSS_TILE, checkpoint=options.checkpoint or trained,
-        keep=0.0 if options.keep == "auto" else options.keep,
-    )  # fmt: skip
+    return replace(planned_options(options), checkpoint=recipe.options.checkpoint)
 
 
 def updates_of(settings: TilingOptions, recipe: Recipe) -> dict[str, Any]:

@@ -259,9 +259,7 @@ def _by_plan(recipe: Recipe, location: Place) -> list[str]:
     tokens = -(-max(location.tokens, recipe.max_length * recipe.batch_size) // recipe.batch_size)
     try:
         request, settings = request_of(recipe, nodes=launched_nodes()), _failed_settings(recipe, location)
-        estimate, avoided = would_avoid(
-            request, settings, tokens, max(1, location.asked), can_offload=accelerator() is not None
-        )
+        estimate, avoided = would_avoid(request, settings, tokens, max(1, location.asked))
     except (UserError, RuntimeError, ValueError, TypeError, AttributeError, KeyError) as error:
         return [f"no plan is available: {(str(error).splitlines() or [type(error).__name__])[0]}"]
     device, gib = estimate.device, 2**30
