@@ -128,7 +128,7 @@ def device_name(index: int | None = None) -> str:
     """The accelerator's name, its type where it has none, or the CPU with its threads.
 
     Args:
-        index: of several accelerators; None is the current one.
+        index: number of the accelerator; None is the current one.
     """
     import torch
 
@@ -159,7 +159,7 @@ def total_device_bytes(index: int | None = None) -> int:
     """Memory of an accelerator.
 
     Args:
-        index: of several accelerators; None is the current one.
+        index: number of the accelerator; None is the current one.
     """
     import torch
 

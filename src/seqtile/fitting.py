@@ -119,7 +119,7 @@ def fit(
         **settings: arguments of :func:`seqtile.apply` to fix; the others are chosen.
 
     Returns:
-        Report: of :func:`seqtile.apply`; ``report.settings`` has the chosen arguments and ``report.why`` the reasons.
+        Report: as from :func:`seqtile.apply`; ``report.settings`` has the chosen arguments, ``report.why`` the reasons.
 
     Cost:
         Some seconds per setting that is tried. No weight is read and nothing runs on the device.
@@ -261,7 +261,7 @@ def choose(
     weights go to a host whose memory is known.
 
     Args:
-        fixed: of :func:`seqtile.planner.chooser.fixed_settings`.
+        fixed: settings that stay, from :func:`seqtile.planner.chooser.fixed_settings`.
         packed: whether rows hold several documents.
         checkpointed: whether every layer is checkpointed whatever is chosen.
 
@@ -337,11 +337,11 @@ def describe(
     """Build the plan's request for a live model, and notes where the plan deviates from it; refuse other models.
 
     Args:
-        model, device, engine, lora, autocast: of :func:`fit`.
+        model, device, engine, lora, autocast: as in :func:`fit`.
         media: pictures of each row, as :func:`seqtile.planner.pictures.read_pictures` takes them.
         step: what a trainer does beside a supervised step; None is nothing.
-        **fields: of the request: ``optimizer`` (which may have the trainer's name), ``sp_size``, ``cp_size``, ``batch``
-            (rows of the trainer) and ``accumulation``.
+        **fields: fields of the request: ``optimizer`` (or the trainer's name of it), ``sp_size``, ``cp_size``,
+            ``batch`` (rows of the trainer) and ``accumulation``.
     """
     causal = causal_model(model)
     config, step = _config_and_step(causal, step)

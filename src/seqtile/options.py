@@ -48,7 +48,7 @@ class Declaration:
         choices: the words that are its only values; empty if there are others.
         flag_values: the flag's words in place of ``choices``, and the value of each.
         other_text: a character by which the flag takes other text too, which the record checks.
-        metavar: of the flag.
+        metavar: the flag's value in ``--help``.
         least: smallest number.
         flag: type of the flag where it is narrower than text.
         file: type in a file where it is not that of the field.
@@ -378,7 +378,7 @@ def file_type(name: str, *, choices: bool) -> Any:
     """The type of an option's value in a file.
 
     Args:
-        name: of the option.
+        name: name of the option.
         choices: as a ``Literal``, so that a file's schema refuses another word; else as text.
     """
     how, hint = WRITTEN[name], get_type_hints(TilingOptions)[name]

@@ -29,12 +29,12 @@ class ModelFacts:
     """Facts of a model that rules depend on.
 
     Attributes:
-        name: for messages, in quotes.
+        name: the model's name for messages, in quotes.
         positions: tokens that a row can have; None where there is no limit.
         scaling: the line of a recipe with which ``max_length`` tokens fit, or "".
-        heads, key_heads: of its attention; 0 where they are not known.
-        window: tokens of its sliding window; None without one.
-        no_ring: why ring attention cannot compute it; "" where it can.
+        heads, key_heads: query heads and key-value heads; 0 if unknown.
+        window: tokens of the sliding window; None without one.
+        no_ring: why ring attention does not support the model, or "".
     """
 
     name: str = "the model"
@@ -51,9 +51,9 @@ class Combination:
     """The settings of one run, as far as the caller knows them.
 
     Attributes:
-        options: of tiling.
+        options: options of tiling.
         engine: ``"single"``, ``"ddp"``, ``"fsdp2"``, ``"zero2"`` or ``"zero3"``; None where the caller cannot see it.
-        processes, nodes: of the launch.
+        processes, nodes: processes and nodes of the launch.
         sp_size, cp_size: ranks that share one sequence, by Ulysses and by ring attention.
         engine_offload: what the engine keeps on the host: ``"optimizer"`` and ``"weights"``.
         adapters: whether low-rank adapters train on a frozen model.
@@ -61,13 +61,13 @@ class Combination:
         recomputes: whether activation checkpointing is on.
         max_length: tokens of a row.
         packing: True, False, or TRL's strategy.
-        trainer: arguments of the trainer, by its names.
-        chooses: a plan may choose what is ``"auto"``.
-        framework: whose trainer runs it, of :data:`NOT_VERIFIED`.
+        trainer: arguments of the trainer, by the trainer's names.
+        chooses: whether a plan may choose what is ``"auto"``.
+        framework: framework whose trainer runs the step, a key of :data:`NOT_VERIFIED`, or "".
         mlp_kernels, losses, checkpointers, offloaders: settings of another program that compute the MLP or the loss, or
             decide what activation checkpoints keep, or where.
         product_savers: settings of another program's checkpoints that also keep the MLP's products.
-        model: None before it is known.
+        model: facts of the model, as far as they are known.
     """
 
     options: TilingOptions = field(default_factory=TilingOptions)

@@ -459,7 +459,7 @@ def group_ranges(patches: Sequence[int], group: int | str) -> list[tuple[int, in
     """Cut pictures into groups, as (first, one after the last).
 
     Args:
-        patches: of each picture, or frame of a video, in order.
+        patches: patches of each picture, or frame of a video, in order.
         group: how many of them are in a group, or ``"auto"``: as many as have :data:`GROUP_PATCHES`, at least one.
     """
     if not isinstance(group, str):

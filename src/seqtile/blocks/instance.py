@@ -142,8 +142,8 @@ class Operands:
         not_fused: why the requested fused operator cannot run now, or "".
         trained: the weights that train.
         shape: what the tile rule needs to know.
-        dense_bytes: of the packed weights, once they are made dense.
-        sizes: of the tiles, by the tokens of a batch.
+        dense_bytes: bytes of the packed weights once they are made dense.
+        sizes: tile sizes, by the tokens of a batch.
     """
 
     fused: FusedWeights | RowWise | None
@@ -342,7 +342,7 @@ class Installed(ForwardStandIn):
             call: computes ``chain`` on tiles of ``tensors``.
             untiled: the call as its caller made it.
             lanes: rows per token.
-            mode: of the call; None reads it from ``tensors``.
+            mode: the call's mode; None reads it from ``tensors``.
             computed: weights that were computed for this call, in place of the modules' own of these names.
             unpacked: computes frozen weights from packed ones, in place of the modules' own of these names.
         """

@@ -277,8 +277,8 @@ class TiledLayer(Installed):
         """Run the layer's own forward on a view that has stand-ins for the members.
 
         Args:
-            args: of the call.
-            kwargs: of the call.
+            args: the call's positional arguments.
+            kwargs: the call's keyword arguments.
             chunk: the layer as one chunk of its sequence sees it, from :mod:`seqtile.chunks`.
         """
         module = self.refuse_copies()

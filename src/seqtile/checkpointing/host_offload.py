@@ -43,7 +43,7 @@ def pool_bytes(nbytes: int, budget: int = 0) -> int:
     """Pinned bytes that the pool holds once ``nbytes`` have been in it at a time.
 
     Args:
-        nbytes: of the tensors.
+        nbytes: bytes of the tensors.
         budget: most bytes that it may hold, 0 for no bound.
     """
     total = 0
@@ -154,7 +154,7 @@ class Lane:
     One stream runs them all, so that memory of the pool that is given back can be written at once: by a later copy.
 
     Args:
-        stream: of the copies.
+        stream: the stream that copies.
         current: gives the stream that computes.
         pool: where tensors wait.
         in_flight: layers whose device tensors may be in flight.

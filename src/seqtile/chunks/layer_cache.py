@@ -60,10 +60,10 @@ class Attending:
         begin: first token of the chunk's document.
         start: first token of the chunk.
         end: one beyond its last.
-        tokens: of the sequence.
+        tokens: tokens of the sequence.
         masks: the layer's arguments ``[B or 1, 1 or H, T, T]``.
         whole: its arguments ``[B, T]``, by the identity of the chunk's slice of each.
-        segments: of a row with shared prompts.
+        segments: the segments of a row with shared prompts; None for another row.
         keys_only: stop at each attention as soon as its keys are stored.
         calls: attention calls so far.
     """

@@ -34,7 +34,7 @@ class ChunkedCall:
         hidden_states: the hidden states, until they are taken.
         extra: how many other arguments ``[B, T, ...]`` require a gradient.
         documents: lengths of the parts of the sequence that no chunk joins, documents or segments; may be empty.
-        segments: of a row with shared prompts.
+        segments: the segments of a row with shared prompts; None for another row.
         masks: arguments ``[B or 1, 1 or H, T, T]``.
         why_whole: why the call cannot be cut, or "".
     """
@@ -159,7 +159,7 @@ class ChunkedCall:
         """The layer on one chunk.
 
         Args:
-            view: of the layer, from :func:`seqtile.chunks.layer_cache.view_in_chunks`.
+            view: the layer's view, from :func:`seqtile.chunks.layer_cache.view_in_chunks`.
             given: the chunk of the hidden states and of the differentiable arguments.
             state: after the chunk before it.
             begin: first token of the chunk's document.

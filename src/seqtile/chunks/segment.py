@@ -83,7 +83,7 @@ class ChunkSetting:
     """How one layer runs in chunks.
 
     Attributes:
-        tokens: of each row per chunk, or ``"auto"``.
+        tokens: tokens of each row per chunk, or ``"auto"``.
         name: qualified name of the layer.
         position: its place in the segment.
         attends: whether it has attention.

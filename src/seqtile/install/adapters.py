@@ -42,7 +42,7 @@ def lora_config(
         model: without adapters; its weights may be on the meta device.
         r: rank.
         alpha: scale; None is twice the rank.
-        dropout: of the adapters' inputs.
+        dropout: dropout on the adapters' inputs.
         target_modules: which layers get one, as PEFT takes them.
         packs_experts: whether the experts will be in 4 bits; if they are already, this makes no difference.
         target_parameters: which parameters get one, as PEFT takes them, and their ranks.

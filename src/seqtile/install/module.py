@@ -51,7 +51,7 @@ def tile_module(
         keep: as for :func:`seqtile.apply`.
 
     Returns:
-        Report: of one block.
+        Report: what was tiled: one block.
 
     Cost:
         As :func:`seqtile.apply`: without an activation checkpoint around it the module's products run once more, but

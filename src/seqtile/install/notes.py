@@ -65,7 +65,7 @@ def attention_runs_twice(model: nn.Module, tokens: int) -> str:
 
     Args:
         model: as it is now.
-        tokens: of the longest batch that ran, 0 before the first.
+        tokens: tokens of the longest batch that ran, 0 before the first.
     """
     if standing_checkpointing(model) or any(is_reentrant(module) for module in model.modules()):
         return ""

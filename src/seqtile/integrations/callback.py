@@ -49,7 +49,7 @@ class TilingCallback(TrainerCallback):
     trainer does not count, and again at the first step if an evaluation ran before it. Later steps reuse the blocks.
 
     Args:
-        report: of :func:`seqtile.apply`, for a model that is tiled already: it is logged and nothing is tiled.
+        report: result of :func:`seqtile.apply`, for a model that is tiled already: it is logged and nothing is tiled.
         max_length: tokens of the longest sequence, of each of a pair, or of a prompt with its completion; settings are
             chosen as by :func:`seqtile.fit` when the trainer is built, with the trainer's optimizer, engine, batch size
             and precision, and the rows and frozen models of TRL's trainers.

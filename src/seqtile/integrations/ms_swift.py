@@ -162,7 +162,7 @@ def make_callback(args: Any, trainer: Any, **kwargs: Any) -> TilingCallback:
     """The callback as ms-swift makes its own, from the training arguments and the trainer that is being built.
 
     Args:
-        args, trainer: of ms-swift.
+        args, trainer: ms-swift's arguments and trainer.
         **kwargs: arguments of :func:`seqtile.apply`.
     """
     from seqtile.integrations.callback import TilingCallback

@@ -34,7 +34,7 @@ def fused_norm(x: Tensor, norm: RowWise, dtype: torch.dtype, sizes: Sequence[int
     Args:
         x: ``[..., D]`` with ``N`` rows.
         norm: its function, live weights ``[D]`` and formula.
-        dtype: of the result.
+        dtype: dtype of the result.
         sizes: tokens of each tile where there is no kernel, in order; they sum to ``N``.
 
     Returns:

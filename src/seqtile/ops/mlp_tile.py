@@ -63,7 +63,7 @@ class Pass:
         plan: the call.
         device: where it runs.
         tensors: those of the call.
-        sums: of each one's gradient, None where it needs none.
+        sums: sum of each tensor's gradient; None if it needs none.
 
     Attributes:
         output_width: features of the block's output.

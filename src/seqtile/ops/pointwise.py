@@ -263,7 +263,7 @@ class Variant:
         build: makes the kernel's body.
         act: the activation.
         gated: whether there is an ``up``.
-        dtype: of the buffers.
+        dtype: dtype of the buffers.
         contiguous: whether the buffers are whole, not halves of a fused ``gate_up``.
     """
 

@@ -85,11 +85,11 @@ class Chosen:
     """The result of :func:`choose_settings`.
 
     Attributes:
-        settings: the choice; tiles are numbers of tokens, but for a rule that is given and for ``tile="auto"`` where it
+        settings: the chosen settings; tiles are numbers of tokens, except a given rule and ``tile="auto"`` where it
             leaves the blocks untiled.
-        planner, estimate: the plan of it.
-        seconds: of a step, by estimate.
-        reasons: by setting, why.
+        planner, estimate: the plan of these settings.
+        seconds: estimated time of a step.
+        reasons: why each setting was chosen, by its name.
         sure: whether the high estimate fits too.
     """
 
@@ -105,8 +105,8 @@ class DoesNotFit(RunError):
     """No settings make a length fit.
 
     Attributes:
-        planner: of the settings with which the longest row fits.
-        longest: tokens of that row; 0 if none fits.
+        planner: the planner of the settings with which the longest row fits.
+        longest: tokens of the longest row; 0 if none fits.
     """
 
     def __init__(self, message: str, planner: Planner, longest: int) -> None:
@@ -150,7 +150,7 @@ def choose_settings(
     Args:
         request: model, device and engine.
         tokens: the length.
-        fixed: of :func:`fixed_settings`.
+        fixed: settings that stay, from :func:`fixed_settings`.
         can_offload: whether checkpoints can be moved to the host.
         checkpointed: whether every layer is checkpointed whatever is chosen.
         like: a plan of the same model, whose fake runs are used again.

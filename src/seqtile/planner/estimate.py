@@ -20,7 +20,7 @@ class Estimate:
     """The memory of one step of one length.
 
     Attributes:
-        tokens: of each row.
+        tokens: tokens of each row.
         device: bytes on one rank's device at the peak of the step.
         host: bytes on the node's host.
         peak_at: the part of the step at whose peak that is.
@@ -47,7 +47,7 @@ class Saving:
     Attributes:
         chosen: whether they do.
         more: bytes on the device that it adds to the expected peak; None where that was not looked at.
-        share: of the step's operations that it saves.
+        share: share of the step's operations that it saves.
         why: as a sentence.
     """
 

@@ -94,7 +94,7 @@ def next_step(planner: Planner, longest: int, asked: int = 0, given: TilingOptio
     What costs no time comes first, then the fastest settings for twice the length, then other engines and optimizers.
 
     Args:
-        planner: of what is planned.
+        planner: the planner of the planned request.
         longest: tokens that fit with it.
         asked: tokens that should fit; 0 where none were named.
         given: the options of the command to which flags are added; by default those of the plan.

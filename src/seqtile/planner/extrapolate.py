@@ -174,7 +174,7 @@ def predict(config: Any, setup: Setup, tokens: int, *, workspace: Workspace | No
         setup: how the step runs.
         tokens: tokens of each sequence.
         workspace: bytes inside kernels.
-        device_type: of the device that is planned for, which ``tile="auto"`` asks for.
+        device_type: type of the planned device, which ``tile="auto"`` depends on.
     """
     depths = find_depths(config, build_bare(config, setup, "meta"), setup.options.segment)
     depths = depths.with_checkpoint(setup.options.checkpoint)

@@ -27,8 +27,8 @@ class Work:
     """Floating-point operations of one step of one sequence (a product and a sum are two).
 
     Attributes:
-        products: of matrices with weights.
-        attention: of queries with keys, and of scores with values.
+        products: FLOPs of products with weights.
+        attention: FLOPs of products of queries with keys, and of scores with values.
         copied: bytes that every other kernel reads and writes.
     """
 

@@ -80,8 +80,8 @@ class Depths:
             or where layers share weights.
         sample_of_kind: for each kind the number of the sample that has one more segment like it.
         segment: layers of a segment, which run together; without chunks each layer is a segment.
-        attends: of each layer whether it has attention.
-        policies: of each layer's activation checkpoint, where they differ; else empty.
+        attends: whether each layer has attention.
+        policies: policy of each layer's activation checkpoint where they differ; else empty.
     """
 
     kinds: tuple[int, ...]
@@ -203,7 +203,7 @@ def find_depths(config: Any, model: nn.Module, segment: int = 1) -> Depths:
     Kinds differ in the layers' classes, shapes or attention types.
 
     Args:
-        config: of the model.
+        config: configuration of the model.
         model: the model.
         segment: layers that run together on chunks, which are a kind together. Where it does not divide the layers,
             the last segment is shorter, and all layers are in the only sample.
@@ -268,10 +268,10 @@ class Counts:
         layer_experts: those of ``experts`` that a layer has, the most of any layer.
         largest_product: weights of the last product of a decoder layer, the down projection of a dense MLP.
         root: everything outside the decoder layers.
-        layers, hidden: of the model.
-        vocabulary: of its head; 0 for a classifier.
-        heads, key_heads, head_width: of the model, the most where its layers differ.
-        attends: of each decoder layer whether it has attention; the others carry a state, or are an MLP alone.
+        layers, hidden: number of decoder layers, and features of a hidden state.
+        vocabulary: size of the head's vocabulary; 0 for a classifier.
+        heads, key_heads, head_width: query heads, key-value heads and their width; the largest where layers differ.
+        attends: whether each decoder layer has attention; the others carry a state, or are an MLP alone.
     """
 
     weights: int

@@ -632,7 +632,7 @@ class Planned(NamedTuple):
     """A planned request.
 
     Attributes:
-        planner: of the request, with what it leaves to the plan.
+        planner: the planner of the request, with what the request leaves open filled in.
         estimate: at the requested length, or at the longest that fits; of :data:`SHORT` tokens a rank where none does.
         longest: tokens of the longest sequence that fits; 0 where none does.
         limit: what limits it.

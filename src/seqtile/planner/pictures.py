@@ -71,8 +71,8 @@ def read_pictures(
         config: the model's configuration.
         count: pictures of each row.
         size: (height, width) of each in pixels; for a tower of one size it may be left out, and changes nothing.
-        tokens: of each row, those that are pictures, instead of both.
-        frames: of one video of this size in each row, instead of pictures.
+        tokens: picture tokens of each row, instead of both.
+        frames: frames of the one video of this size in each row, instead of pictures.
 
     Raises:
         UserError: the model takes no pictures, or not so many tokens.
@@ -196,7 +196,7 @@ def known_grids(model: nn.Module, tokens: int, *, whole: bool) -> Iterator[None]
 
     Args:
         model: with a vision tower.
-        tokens: of a batch, those that are pictures.
+        tokens: picture tokens of a batch.
         whole: attention runs once for all windows and pictures, as FlashAttention does, and not once for each.
     """
     files = {sys.modules[type(module).__module__] for module in model.modules()}

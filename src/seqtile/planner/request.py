@@ -43,15 +43,15 @@ class Request:
         optimizer: one of :data:`seqtile.planner.names.STATE_BYTES`.
         engine_offload: what the engine keeps on the host, of :data:`seqtile.planner.names.ENGINE_OFFLOADS`.
         attention: one of :data:`seqtile.planner.names.ATTENTIONS`.
-        scans: of layers with a state: in the fast ``"kernels"``, in transformers' ``"pytorch"`` paths, or in the
+        scans: how layers with a state run: in the fast ``"kernels"``, in transformers' ``"pytorch"`` paths, or in the
             kernels that are ``"installed"`` here.
-        options: of :func:`seqtile.apply`. ``checkpoint`` None is no activation checkpointing; ``"auto"``
+        options: options of :func:`seqtile.apply`. ``checkpoint`` None is no activation checkpointing; ``"auto"``
             chooses between ``"layer"`` and ``"attention-saved"`` at the planned length.
         precision: ``"mixed"`` (fp32 weights, bf16 products; a frozen model in bf16), ``"bfloat16"`` or ``"float32"``.
         batch: rows per rank and micro-batch.
         accumulation: micro-batches whose gradients one update sums.
         liger: Liger's norm and SwiGLU kernels (``use_liger_kernel``), which write gradients over what was saved.
-        device_type: of the device, which ``tile="auto"`` asks for.
+        device_type: type of the device, which ``tile="auto"`` depends on.
         grpo: a step of GRPO; None is a supervised one.
         pictures: in each row; None is text alone.
         trainer: what a trainer's step does beside a supervised or a GRPO one.
@@ -229,8 +229,8 @@ def check_ranks(request: Request, counts: Counts, no_ring: str) -> None:
 
     Args:
         request: what is planned.
-        counts: of its heads.
-        no_ring: of :func:`seqtile.engines.sequence_parallel.why_no_ring`.
+        counts: counts of the model, for its heads.
+        no_ring: result of :func:`seqtile.engines.sequence_parallel.why_no_ring`.
 
     Raises:
         UserError: with numbers that would do, or why ring attention cannot compute the model's.

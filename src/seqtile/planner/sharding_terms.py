@@ -103,7 +103,7 @@ def on_device(request: Request, counts: Counts, terms: Mapping[str, float], phas
 
     Args:
         request: engine and settings.
-        counts: of the whole model.
+        counts: counts of the whole model.
         terms: what the fake run of one rank's tokens held, all weights on it.
         phase: the part of the step.
     """
@@ -304,7 +304,7 @@ def on_host(request: Request, counts: Counts, checkpoints: Mapping[str, float], 
 
     Args:
         request: engine and settings.
-        counts: of the whole model.
+        counts: counts of the whole model.
         checkpoints: bytes that one rank's checkpoints keep, by what they are for.
         budget: most bytes of the pool that they are copied into, 0 for no bound.
     """

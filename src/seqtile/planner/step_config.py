@@ -34,11 +34,11 @@ class Grpo:
     """How completions are generated and scored.
 
     Attributes:
-        group: completions of each prompt.
+        group: number of completions of each prompt.
         prompt: tokens of each prompt, which is computed once for its group; 0 for a row per completion.
-        reference: a frozen reference (``beta`` above 0): a model of its own, or the adapters off.
+        reference: whether there is a frozen reference (``beta`` above 0): a model of its own, or the adapters off.
         generator: one of :data:`seqtile.planner.names.GENERATORS`.
-        memory: of a generator that shares the device: a fraction of the device's memory, as vLLM's
+        memory: memory of a generator that shares the device: a fraction of the device's memory, as vLLM's
             ``gpu_memory_utilization``, or bytes where it is above 1; None for as much as one completion needs.
     """
 
@@ -80,14 +80,14 @@ class TrainerStep:
 
     Attributes:
         rows: rows of the model for each row of ``per_device_train_batch_size``.
-        head: what it computes from the last hidden states, one of :data:`HEADS`.
-        reference: a frozen model computes the same rows, without gradient, while the model's own graph is there.
-        own_reference: it is a model of its own, as large as the policy, and not the policy without its adapters.
+        head: what the trainer computes from the last hidden states, one of :data:`HEADS`.
+        reference: whether a frozen model computes the same rows, without gradient, while the model's graph exists.
+        own_reference: whether the reference is a model as large as the policy, not the policy without its adapters.
         frozen: bytes of further frozen models on each device: a teacher, reward models.
-        grpo: completions are generated and scored.
-        can_defer: :func:`seqtile.integrations.trl.tile_trainer` spares it whole logits.
-        margin: share of the device to leave free, for what no plan knows.
-        notes: of all that, in sentences.
+        grpo: how completions are generated and scored; None if they are not.
+        can_defer: whether :func:`seqtile.integrations.trl.tile_trainer` spares the trainer whole logits.
+        margin: share of the device to leave free, for memory that no plan includes.
+        notes: sentences for the user about the above.
     """
 
     rows: int = 1
@@ -121,10 +121,10 @@ class Rollouts:
 
     Attributes:
         rows: completions with their prompts, of all micro-batches of one rank.
-        numbers: fp32 numbers for each token.
-        reference: whether one of them is the reference's log-probability.
-        group: completions that one row of the model has behind a shared prompt; 1 for a row per completion.
-        prompt: the prompt's share of such a row.
+        numbers: fp32 numbers that are kept for each token.
+        reference: whether one of these numbers is the reference's log-probability.
+        group: completions behind the shared prompt of a row; 1 for a row per completion.
+        prompt: the prompt's share of a row's tokens.
         at_once: share of the prompt's keys that attention reads at once.
     """
 
@@ -141,12 +141,12 @@ class Pictures:
     """The pictures of each row.
 
     Attributes:
-        count: how many.
-        each: tokens of one of them in the row.
-        size: (height, width) in pixels, as the vision tower gets them.
+        count: number of pictures in a row.
+        each: tokens of one picture.
+        size: (height, width) of a picture in pixels, as the vision tower gets it.
         values: shape of the pixel values of one picture.
         grid: patches of a picture in (time, height, width); empty for a tower of one size.
-        frames: of the one video of each row; 0 for pictures.
+        frames: frames of the one video of each row; 0 for pictures.
     """
 
     count: int
@@ -167,22 +167,22 @@ class Setup:
     """One way of running a training step.
 
     Attributes:
-        dtype: of the weights.
-        autocast: products in bf16 while the weights stay what they are.
-        options: of :func:`seqtile.apply`; ``checkpoint`` is non-reentrant, and None is no checkpointing.
+        dtype: dtype of the weights.
+        autocast: whether products run in bf16 whatever the weights' dtype.
+        options: options of :func:`seqtile.apply`; ``checkpoint`` is non-reentrant, and None is no checkpointing.
             Resolved for a length (:func:`seqtile.planner.tile_choice.resolve_tiles`), its tiles are numbers of tokens.
         lora: adapters on a frozen model; None trains every weight.
         packs_experts: whether the frozen model's experts are in 4 bits, and have no adapters.
-        optimizer: one of :data:`OPTIMIZERS`.
+        optimizer: name of the optimizer, one of :data:`OPTIMIZERS`.
         attention: ``"flash"``, the shapes of FlashAttention, or Transformers' name of an attention function.
-        batch: rows.
-        accumulation: batches whose gradients one update sums.
-        scans: of layers with a state, one of :data:`seqtile.planner.names.SCANS`.
-        rollouts: of a step of GRPO; None is a supervised one.
-        pictures: in each row; None is text alone.
-        trainer: what a trainer's step does beside; None is nothing.
-        liger: the shapes of Liger's norm and SwiGLU kernels, on fake tensors only.
-        device_type: of the device that the step is sized for; fake tensors themselves are on the CPU.
+        batch: number of rows.
+        accumulation: number of batches whose gradients one update sums.
+        scans: how layers with a state run, one of :data:`seqtile.planner.names.SCANS`.
+        rollouts: rollouts of a GRPO step; None for a supervised step.
+        pictures: pictures of each row; None for text alone.
+        trainer: what a trainer's step does beside a supervised step; None for nothing.
+        liger: whether Liger's norm and SwiGLU kernels run, as shapes on fake tensors.
+        device_type: type of the device that the step is sized for; fake tensors themselves are on the CPU.
     """
 
     dtype: torch.dtype = torch.bfloat16
@@ -270,9 +270,9 @@ class Built:
     """A model made ready for its step.
 
     Attributes:
-        model: on the meta device or a real one, with adapters, checkpoints and tiles.
-        blocks: its position-wise blocks, tiled or not.
-        notes: what the plan says of them, in sentences.
+        model: the model on the meta device or a real one, with adapters, checkpoints and tiles.
+        blocks: position-wise blocks of the model, tiled or not.
+        notes: sentences about the blocks for the user.
     """
 
     model: nn.Module

@@ -37,8 +37,8 @@ def step_seconds(request: Request, counts: Counts, tokens: int, keep: float | No
 
     Args:
         request: what is planned, with tiles as numbers where they are known.
-        counts: of its model.
-        tokens: of a row, over all ranks that share it.
+        counts: counts of the request's model.
+        tokens: tokens of a row, over all ranks that share it.
         keep: share of the tiles that keep gate and up; None where the MLPs run untiled.
         moved: share of what checkpoints keep that waits on the host, where it does.
     """

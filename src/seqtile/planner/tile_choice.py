@@ -32,8 +32,8 @@ def largest_tile(built: Built, setup: Setup, tokens: int, device_type: str) -> i
     Args:
         built: a tiled model, of any depth.
         setup: for the type of the activations.
-        tokens: of the batch.
-        device_type: of the device that is planned for, which ``"auto"`` asks for.
+        tokens: tokens of the batch.
+        device_type: type of the planned device, which ``"auto"`` depends on.
     """
     dtype = torch.bfloat16 if setup.autocast else setup.dtype
     x = torch.empty(0, dtype=dtype, device="meta")
@@ -72,8 +72,8 @@ def kept_share(built: Built, setup: Setup, tokens: int, device_type: str, depths
     Args:
         built: a tiled model, with the layers of the first sample of ``depths``.
         setup: with the rule, a share or a number of bytes.
-        tokens: of the batch.
-        device_type: of the device that is planned for.
+        tokens: tokens of the batch.
+        device_type: type of the planned device.
         depths: for the number of blocks that share the bytes.
     """
     if not setup.options.keep or not setup.options.tiled:
@@ -125,7 +125,7 @@ def sample_lengths(setup: Setup, tokens: int, window: int = 0, fewest: int = 2) 
     Args:
         setup: resolved for ``tokens``.
         tokens: the length to predict.
-        window: of local attention, 0 for none; sdpa builds a mask where a sequence is longer, so these are too.
+        window: tokens of local attention's window, 0 for none; the sample is longer, as sdpa then builds a mask.
         fewest: tiles of the shortest.
     """
     tile, chunk = setup.options.tile, setup.options.chunk

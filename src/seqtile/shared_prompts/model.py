@@ -201,8 +201,8 @@ class TreeCalls(OwnHooks):
 
     Attributes:
         mixers: names of attentions and states, by whether it is attention and the layer's number.
-        tokens: of all rows so far.
-        tokens_apart: of their samples, each prefix as often as it is there.
+        tokens: tokens of all rows so far.
+        tokens_apart: tokens of their samples, a shared prefix counted once for each.
     """
 
     mixers: dict[tuple[bool, int], str] = field(default_factory=dict)

@@ -89,7 +89,7 @@ def tree_row(
         scored: for each sample the number of its first scored token, as the length of its prompt, or a mask of its
             tokens. Its first token, which nothing predicts, is never scored. None scores all others.
         shortest: fewest tokens that are shared; prefixes that are shorter are repeated.
-        device: of the row's tensors; None for the CPU.
+        device: device of the row's tensors; None for the CPU.
 
     Cost:
         A comparison of the samples on the CPU, linear in their tokens.
@@ -130,8 +130,8 @@ def collate_tree(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     beginning, counts once in the loss; prompts that are not scored leave it as it is.
 
     Args:
-        samples: of a micro-batch, each with ``input_ids`` ``[tokens]``, without padding, and ``labels`` ``[tokens]``:
-            the token where it is scored, -100 elsewhere. Without ``labels`` every token is scored.
+        samples: samples of a micro-batch, each with ``input_ids`` ``[tokens]``, without padding, and ``labels``
+            ``[tokens]``: the token where it is scored, -100 elsewhere. Without ``labels`` every token is scored.
 
     Returns:
         Arguments of the model. Labels are shifted already.

@@ -63,7 +63,7 @@ class Fold:
 
     Attributes:
         row: what runs instead.
-        shape: of the batch, ``(B, T)``.
+        shape: shape of the batch, ``(B, T)``.
         samples: ``[M]``, the sample of each scored token.
         columns: ``[M]``, its column in the batch.
     """

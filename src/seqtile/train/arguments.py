@@ -90,7 +90,7 @@ def adapter_config(lora: LoraRecipe | None, model: nn.Module, frozen: Sequence[s
     """PEFT's configuration of the adapters on ``model``, or None to train every weight.
 
     Args:
-        lora: of the recipe.
+        lora: adapters of the recipe.
         model: without adapters.
         frozen: modules that text does not reach; ``"all-linear"`` leaves them out.
     """

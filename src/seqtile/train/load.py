@@ -52,7 +52,7 @@ def load_model(recipe: Recipe, *, pictures: bool = False) -> tuple[PreTrainedMod
     """Load what ``recipe.model`` names; the configuration is checked before any weight is read.
 
     Args:
-        recipe: of the run.
+        recipe: recipe of the run.
         pictures: load the model for pictures, where the configuration is that of a language model too.
 
     Raises:

@@ -43,7 +43,7 @@ class Place:
         asked: bytes that could not be had; 0 where the error does not say.
         tokens: tokens of the micro-batch on this rank; 0 outside of one.
         tile: tokens of the largest tile that it was cut into; None if it ran untiled.
-        rank: of the process; None where there is but one.
+        rank: rank of the process; None if there is only one.
     """
 
     phase: str

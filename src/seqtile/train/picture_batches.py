@@ -140,10 +140,10 @@ class RowTokens(NamedTuple):
         total: all of them.
         visual: those that features replace.
         needed: the first so many hold all of the visual ones.
-        each: of these, those of the largest frame, or of the largest picture of a row without videos.
+        each: tokens of the largest frame, or of the largest picture of a row without videos.
         gap: other tokens from one picture, or frame, to the next.
         pictures: how many there are.
-        frames: of all videos.
+        frames: frames of all videos.
     """
 
     total: int
@@ -237,7 +237,7 @@ def count_tokens(row_set: RowSet, collator: PictureCollator, max_length: int | N
     Args:
         row_set: rows as :func:`seqtile.train.read_data.check_rows` gave them; changed where rows are left out.
         collator: that does not cut.
-        max_length: of a row.
+        max_length: most tokens of a row.
         skip: leave out rows whose pictures do not fit.
 
     Raises:

@@ -194,7 +194,7 @@ def check_rows(source: Loaded, *, text_field: str = "text", skip: bool = False, 
         source: what :func:`seqtile.train.data.load_rows` gave.
         text_field: name of the text column.
         skip: leave rows out that nothing can be trained on, instead of refusing them.
-        **settings: of :class:`seqtile.train.row_formats.RowFormat`.
+        **settings: fields of :class:`seqtile.train.row_formats.RowFormat`.
 
     Raises:
         UserError: the first row that is wrong; or, with ``skip``, that no other is there.

@@ -62,9 +62,9 @@ class RowSet:
         sample_rows: some of each file.
         sampled: the number of each of these in the source.
         left_out: how many rows were left out, by what is wrong with them.
-        numbers: of each row of ``rows`` in the source; None where they are the same.
+        numbers: number of each row of ``rows`` in the source; None where they are the same.
         sample: ``sample_rows`` as they will be trained.
-        summary: of rows with pictures, whose tokens are counted beforehand.
+        summary: summary of rows with pictures, whose tokens are counted beforehand.
     """
 
     source: Loaded
@@ -120,7 +120,7 @@ def check_rendered(
     """Render the sample of a set; refuse rows that would lose messages or labels, report what the template changes.
 
     Args:
-        tokenizer: of :func:`trained_tokenizer`.
+        tokenizer: result of :func:`trained_tokenizer`.
         stops: ids of the tokens at which the trained model stops generating.
         collator: makes batches of rows with pictures.
 

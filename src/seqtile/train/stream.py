@@ -27,13 +27,13 @@ class Stream:
         summary: the rows that have come in the first pass over them, and those that were left out.
         row_format: how they are read.
         vocabulary: one more than the largest token id that a row may hold; None where that is not checked.
-        tokenizer: of rows of text.
+        tokenizer: tokenizer of rows of text.
 
     Args:
         source: what :func:`seqtile.train.data.load_rows` gave for a stream.
         text_field: name of the text column.
         skip: leave rows out that nothing can be trained on, instead of stopping at them.
-        **settings: of :class:`seqtile.train.row_formats.RowFormat`.
+        **settings: fields of :class:`seqtile.train.row_formats.RowFormat`.
 
     Raises:
         UserError: there is no row, or none of its columns can be trained on.

@@ -95,7 +95,7 @@ class Trainer(SFTTrainer, _SplitLoss):
         step: tracks the step, and repeats one that ran out of memory; None does neither.
         running_tokens: tokens of the micro-batch that was begun last, on this rank.
         data: what each data set is, ``"train"`` and ``"eval"``, in numbers.
-        result_dtype: of the result's weights; None keeps the dtype in which they were trained.
+        result_dtype: dtype of the result's weights; None keeps the dtype in which they were trained.
 
     Args:
         rows: to train and evaluate on, and the arguments that go with them.

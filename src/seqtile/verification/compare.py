@@ -60,7 +60,7 @@ def verify(
         reference: ``"fp32"``: the tolerance comes from a third, untiled run of a copy of the model in fp32 (in fp64 if
             the model is in fp32); None saves its memory and time and uses PyTorch's default tolerance of the dtype.
         only: as in :func:`seqtile.apply`.
-        seed: of the random state that every run starts from.
+        seed: seed of the random state that every run starts from.
 
     Returns:
         VerifyResult: ``ok=False`` for a wrong gradient, and for a batch that fits in one tile of every block; neither
@@ -132,7 +132,7 @@ def judged(
         untiled, tiled: the runs to compare, dropout off.
         dropping: with dropout on, the plain tiles and the tiled run; None where there is no dropout.
         truth: gradients in higher precision and their dtype.
-        sizes: of the blocks.
+        sizes: weight sizes of the blocks.
         blocks: how many were tiled.
         notes: what is known so far.
     """

@@ -41,7 +41,7 @@ def difference(
         untiled: gradient of the untiled run, None if it got none.
         tiled: the tiled run's.
         truth: the same in higher precision, or None.
-        dtype: of the parameter, which gives the tolerance without a reference.
+        dtype: dtype of the parameter, which gives the tolerance without a reference.
         more: relative difference that is allowed beyond that, without a truth.
         dropout: whether it was on.
     """

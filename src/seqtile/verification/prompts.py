@@ -39,7 +39,7 @@ def verify_shared_prompts(
         scored: likewise.
         reference: ``"fp32"``: the tolerance comes from a third run, of a copy of the model in fp32 (in fp64 if the
             model is in fp32), one row per sample; None uses PyTorch's default tolerance of the dtype.
-        seed: of the random state that every run starts from.
+        seed: seed of the random state that every run starts from.
 
     Returns:
         VerifyResult: its ``untiled`` run is that of one row per sample.

@@ -63,7 +63,7 @@ class Run:
         step_units: all matrix products of the step, attention kernels left out, in the same unit; None without a block.
         flops: FLOPs of all matrix products of the step.
         peak_bytes: the most bytes live at once above weights, batch and what else was there before.
-        seconds: of this one run, counting included.
+        seconds: time of this one run, counting included.
     """
 
     loss: float

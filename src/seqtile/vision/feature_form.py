@@ -107,11 +107,11 @@ def restored(
     """The result of this form around joined rows.
 
     Args:
-        form: of the result.
-        rows: of each tensor.
-        entries: of each owner, for each list per picture.
-        tails: of each tensor.
-        owners: how many.
+        form: form of the result.
+        rows: the joined rows of each tensor.
+        entries: for each list per picture, the rows of each owner.
+        tails: the last dimensions of each tensor.
+        owners: number of owners.
     """
     if isinstance(form, FeatureTree):
         inner = {name: restored(part, rows, entries, tails, owners) for name, part in form.forms.items()}

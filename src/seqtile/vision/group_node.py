@@ -101,7 +101,7 @@ class GroupedCall:
         method: computes the features.
         units: pictures, crops or frames of the call; no group divides one.
         groups: first unit of each group, and the one after its last.
-        form: of the method's results.
+        form: form of the method's results.
         frozen: layers that a recompute leaves out.
     """
 

@@ -33,7 +33,7 @@ class GroupProof:
 
     Attributes:
         units: what they are cut into; None where they run whole.
-        form: of their results.
+        form: form of their results.
         trained: names of the weights that get a gradient.
         skips_frozen: whether a recompute leaves out the frozen layers before what trains.
         why_not: why they run whole, or why larger parts than frames are cut, or "".
@@ -67,7 +67,7 @@ class GroupProofs:
             computing: children of the owner that contain these.
             call: what was called.
             method: with which method.
-            weights: of the modules, by their name in the owner.
+            weights: weights of the modules, by their name in the owner.
 
         Cost:
             Some 10 µs per weight; where nothing is known, six forwards and two backwards of two pictures, or of about

@@ -56,11 +56,11 @@ class Units(ABC):
     """What a call is cut into.
 
     Attributes:
-        noun: of one unit, for messages.
-        tensors: what is cut along its first dimension, the pixels first.
-        rows: of these, in each unit.
-        owners: the picture, or row of pictures, of each unit: results have one entry for each of these.
-        owner_count: how many those are.
+        noun: name of a unit, for messages.
+        tensors: tensors that are cut along their first dimension, the pixels first.
+        rows: rows of ``tensors`` in each unit.
+        owners: the picture, or row of pictures, of each unit: results have one entry per owner.
+        owner_count: number of owners.
     """
 
     noun: ClassVar[str]

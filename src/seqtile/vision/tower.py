@@ -47,7 +47,7 @@ class VisionTower(StandIn):
         language: names of its children that compute no features.
 
     Attributes:
-        most_groups: of any call so far.
+        most_groups: the most groups of any call so far.
         units: what calls were cut into: frames, videos or pictures.
         called: whether some call reached the choice of groups.
         why_whole: why the last call that ran whole did, or "".

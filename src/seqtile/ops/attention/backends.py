@@ -64,7 +64,7 @@ def slower_than_possible(operators: Collection[str], capability: tuple[int, int]
 
     Args:
         operators: that ran; none means plain products.
-        capability: of the CUDA device, None for another.
+        capability: compute capability of the CUDA device; None for another device.
         flash3: whether FlashAttention-3 is installed.
     """
     way_out = recommended(capability)

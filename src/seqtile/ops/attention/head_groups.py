@@ -133,7 +133,7 @@ class _PositionWise:
     Args:
         plan: the call.
         tensors: those of the call.
-        sums: of each one's gradient, None where it needs none.
+        sums: sum of each tensor's gradient; None if it needs none.
     """
 
     def __init__(self, plan: HeadGroupsPlan, tensors: Sequence[Tensor], sums: Sequence[Sum | None]) -> None:

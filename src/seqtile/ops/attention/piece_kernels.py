@@ -33,7 +33,7 @@ class Piece(NamedTuple):
     """What a kernel computes besides its operands.
 
     Attributes:
-        scale: of the scores.
+        scale: factor of the scores.
         causal: queries and keys are the same tokens, and each query sees those up to its own.
         bias: added to the scores, or None.
         softcap: the scores' bound, 0 for none: ``softcap * tanh(score / softcap)``.

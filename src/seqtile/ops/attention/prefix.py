@@ -152,7 +152,7 @@ class Visible:
         start: first token of the chunk.
         end: one beyond its last.
         window: most keys that a query sees, its own included; None for all.
-        mask: of the whole sequence; it replaces causality, and no query may see a key behind its chunk.
+        mask: mask of the whole sequence; it replaces causality, and no query may see a key behind its chunk.
         padding: ``[B, T]``, True at tokens; None where there is none. A padded query sees its own key.
     """
 
@@ -235,9 +235,9 @@ def prefix_attention(
         query: ``[B, H, t, E]``.
         key: ``[B, K, t, E]``, with ``K`` a divisor of ``H``.
         value: ``[B, K, t, V]`` with ``V <= E``.
-        store: of all chunks; this one's keys and values are written into it.
+        store: keys and values of all chunks; those of this chunk are written into it.
         visible: which keys are seen.
-        scale: of the scores.
+        scale: factor of the scores.
         softcap: bound of the scores, 0 for none.
         sinks: ``[H]``, a score without a value that joins each row's softmax.
 

@@ -37,8 +37,8 @@ class SegmentTable:
     Args:
         starts: first token of each segment, ascending from 0.
         parents: number of the segment that each continues; -1 for a root.
-        tokens: of the row.
-        tokens_apart: of the samples, each prefix as often as it is there.
+        tokens: tokens of the row.
+        tokens_apart: tokens of all samples, a shared prefix counted once for each.
 
     Attributes:
         attended: which layers' mixers have read the table.
@@ -132,7 +132,7 @@ class VisibleInTree(Visible):
     """Which keys the queries of a part of a row see: of their segment and of those that it continues.
 
     Attributes:
-        segments: of the row.
+        segments: segments of the row.
     """
 
     segments: SegmentTable = field(kw_only=True)
@@ -175,8 +175,8 @@ def tree_attention(
         query: ``[1, H, T, E]``.
         key: ``[1, K, T, E]``, with ``K`` a divisor of ``H``.
         value: ``[1, K, T, V]`` with ``V <= E``.
-        segments: of the row.
-        scale: of the scores.
+        segments: segments of the row.
+        scale: factor of the scores.
         window: most keys that a query sees, its own included, by position in its sample; None for all.
         softcap: bound of the scores, 0 for none.
         sinks: ``[H]``, a score without a value that joins each row's softmax.

@@ -100,7 +100,7 @@ class HeadCall:
     Args:
         hidden, weight, bias, labels: as :func:`seqtile.linear_cross_entropy` takes them.
         aim: what is summed per token.
-        rule: of the tiles.
+        rule: rule of the tile size.
         kept: what is known of the labels already, from another call with the same ones.
         vocabulary: ``V``, where ``weight`` has some of its rows.
         conditions: as :meth:`KeptTokens.of` takes them.

@@ -49,7 +49,7 @@ class KeptTokens:
 
         Args:
             labels: ``[N]``.
-            ignore_index: of those that do not count.
+            ignore_index: label of tokens that do not count.
             vocabulary: ``V``.
             conditions: read with the count, and not on fake tensors.
 

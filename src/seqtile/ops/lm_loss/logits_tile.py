@@ -217,7 +217,7 @@ class RowFormula:
     Attributes:
         scaling: from product to logits.
         smoothing: ``s`` of :class:`Objective`.
-        z_loss: of :class:`Objective`.
+        z_loss: ``z_loss`` of :class:`Objective`.
         top_k: ``k`` of ``hit``.
     """
 

@@ -18,7 +18,7 @@ def sequence_logprobs(
 
     Args:
         log_probs: ``[..., T]``, one sequence a row; or packed, ``[T]`` or ``[1, T]``.
-        mask: of the same shape, the tokens that count.
+        mask: tokens that count, in the same shape.
         cu_seqlens: ``[sequences + 1]`` integer offsets of packed sequences; None where not packed. Tokens outside, such
             as padding, must be masked. Read on the host, once.
         average: divide by the sequence's unmasked tokens, at least 1 (IPO, SimPO, ORPO).
@@ -42,8 +42,8 @@ def importance_ratios(
 
     Args:
         log_probs: ``[..., T]``, one sequence a row; or packed, ``[T]`` or ``[1, T]``.
-        old_log_probs: of the same shape, a constant.
-        mask: of the same shape, the tokens that count.
+        old_log_probs: a constant of the same shape.
+        mask: tokens that count, in the same shape.
         level: ``"token"``: each token's own (PPO, GRPO, DAPO, CISPO); ``"sequence"``: the geometric mean over its
             sequence (GSPO, arXiv 2507.18071); ``"sequence_token"``: that value with the gradient of the token's own
             log-probability (GSPO-token).

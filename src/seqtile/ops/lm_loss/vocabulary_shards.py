@@ -74,7 +74,7 @@ def sharded_scores(call: HeadCall, shard: VocabularyShard, temperature: Tensor |
     """Log-probability and entropy of each token, ``[N]`` each, on every rank of the group.
 
     Args:
-        call: of this rank's rows, with the same tokens and targets on every rank.
+        call: the call on this rank's rows of the weight, with the same tokens and targets on every rank.
         shard: which rows these are.
         temperature: ``[n]`` or None.
     """
