@@ -20,8 +20,8 @@ SHARDED = ("fsdp2", "zero2", "zero3")
 FROZEN_WEIGHTS_STAY = (0, 19, 4)
 """From this version on DeepSpeed keeps frozen weights whole until a recompute is over (its pull request 8130)."""
 
-NOT_VERIFIED = {"ms-swift": ("loss", "loss_tile", "loss_impl", "checkpoint", "offload", "heads", "state", "chunk")}
-"""By framework: options not verified under its trainer, which has its own loss and checkpoints."""
+VERIFIED = {"ms-swift": ("blocks", *OF_BLOCKS)}
+"""By framework: the options that are verified under its trainer, which has its own loss and checkpoints."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Combination:
         packing: True, False, or TRL's strategy.
         trainer: arguments of the trainer, by the trainer's names.
         chooses: whether a plan may choose what is ``"auto"``.
-        framework: framework whose trainer runs the step, a key of :data:`NOT_VERIFIED`, or "".
+        framework: framework whose trainer runs the step, a key of :data:`VERIFIED`, or "".
         mlp_kernels, losses, checkpointers, offloaders: settings of another program that compute the MLP or the loss, or
             decide what activation checkpoints keep, or where.
         product_savers: settings of another program's checkpoints that also keep the MLP's products.
@@ -153,8 +153,9 @@ class Combination:
     @property
     def unverified(self) -> str:
         """Options that are not verified under the framework's trainer."""
-        names = NOT_VERIFIED.get(self.framework, ())
-        return ", ".join(name for name in names if getattr(self.options, name) != DEFAULTS[name])
+        verified = VERIFIED.get(self.framework, tuple(DEFAULTS))
+        names = (name for name, default in DEFAULTS.items() if getattr(self.options, name) != default)
+        return ", ".join(name for name in names if name not in verified)
 
     @property
     def why_not_saved(self) -> str | None:

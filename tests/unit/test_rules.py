@@ -41,6 +41,7 @@ REFUSED: list[tuple[Any, ...]] = [
     (combination({"checkpoint": "auto"}), "checkpoint.auto-outside-plan"),
     (combination({"offload": True}, recomputes=False), "checkpoint.recompute-off"),
     (combination(TILED_LOSS, framework="ms-swift"), "framework.unverified-options", "loss"),
+    (combination({"vision": 4}, framework="ms-swift"), "framework.unverified-options", "vision"),
     (combination({"segment": 2}), "segment.without-chunk"),
     (combination({"chunk": 64, "heads": 1}), "chunk.bounded-twice", "heads"),
     (combination({"chunk": 64, "checkpoint": "attention-saved"}), "chunk.bounded-twice", "'attention-saved'"),
