@@ -1,7 +1,8 @@
 """Stale build locks: DeepSpeed compiles operators at the first start, and waits forever for a stale lock.
 
-The build is PyTorch's (``torch.utils.cpp_extension``), whose lock is a file that a build keeps open and removes at its
-end. A build that was killed leaves it, and every later start waits for it without a word.
+The build is PyTorch's (``torch.utils.cpp_extension``), whose lock up to 2.13 is a file that a build keeps open and
+removes at its end. A build that was killed leaves it, and every later start waits for it without a word. From 2.14 on
+the operating system holds the lock, which ends with its process; the file stays after every build and means nothing.
 """
 
 from __future__ import annotations
@@ -47,6 +48,10 @@ def stale_locks() -> list[Path]:
         root = get_default_build_root()
     locks = [path for pattern in ("*/lock", "*/*/lock") for path in Path(root).glob(pattern) if path.is_file()]
     if not locks:
+        return []
+    from torch.utils import cpp_extension
+
+    if not hasattr(cpp_extension, "FileBaton"):
         return []
     import psutil  # type: ignore[import-untyped]
 
