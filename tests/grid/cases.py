@@ -55,7 +55,7 @@ class Case:
         input_gradients: with adapters, whether the embeddings' output requires a gradient.
         dtype: of the weights; None for the most exact one.
         options: the engine's own.
-        refused: pattern of the UserError that every rank must raise.
+        refused: id of the UserError that every rank must raise, and values in its sentence.
         low_precision: the engine reduces or computes in bf16: judged against the untiled run's own error.
         upstream: what is known to be wrong without seqtile too; such a case trains untiled and sees that it still is.
     """
@@ -83,7 +83,7 @@ class Case:
     input_gradients: bool = True
     dtype: torch.dtype | None = None
     options: dict[str, Any] = field(default_factory=dict)
-    refused: str = ""
+    refused: tuple[str, ...] = ()
     low_precision: bool = False
     upstream: str = ""
 

@@ -19,6 +19,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import seqtile
 from grid.cases import WORLD
 from numerics._heads import IGNORE, SCALINGS, inputs
+from refusals import refused
 from seqtile import token_logprobs
 from zoo import causal_lm
 
@@ -131,7 +132,7 @@ class Refused:
         seqtile.apply(model, blocks="none", loss="tiled")
         model.lm_head.weight = nn.Parameter(distribute_tensor(model.lm_head.weight.detach(), mesh, [Shard(0)]))
         ids = torch.arange(6).view(1, 6)
-        with pytest.raises(seqtile.UserError, match="call seqtile.token_logprobs in your forward"):
+        with refused("loss.head-not-gathered"):
             model(input_ids=ids, labels=ids)
 
 

@@ -11,7 +11,7 @@ import transformers
 from safetensors.torch import load_file
 
 import tiny_run
-from seqtile import UserError
+from refusals import refused
 from seqtile.train.recipe import build_recipe, parse_lora, read_recipe
 from seqtile.train.result_report import Outcome
 from seqtile.train.run import train
@@ -59,7 +59,7 @@ def test_adapters_that_do_not_fit(tmp_path: Path) -> None:
     model = tiny_run.save_model(tmp_path / "model")
     run(model, tiny_run.text_rows(), tmp_path / "first", lora={"r": 3}, steps=1)
     tiny_run.save_model(model, hidden_size=40)
-    with pytest.raises(UserError, match="do not fit this model"):
+    with refused("lora.start-does-not-fit"):
         run(model, tiny_run.text_rows(), tmp_path / "second", lora={"start": str(tmp_path / "first")})
-    with pytest.raises(UserError, match="has no LoRA adapters"):
+    with refused("lora.start-without-adapters"):
         run(model, tiny_run.text_rows(), tmp_path / "second", lora={"start": str(model)})

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 import seqtile
 import tiny_run
 import trainers
+from refusals import refused
 from seqtile.install.apply import tiled_names
 from trainers import plain
 from watching import rows_of
@@ -170,7 +171,7 @@ def test_what_another_library_replaced_is_noticed(directory: Path, tmp_path: Pat
     trainer = plain(directory, tmp_path, max_steps=1)
     trainer.add_callback(seqtile.TilingCallback(seqtile.apply(trainer.model, tile=16, blocks="mlp")))
     replace_forward(trainer)
-    with pytest.raises(seqtile.UserError, match="1 of 2 tiled blocks would run untiled .such as model.layers.1.mlp"):
+    with refused("callback.tiles-lost", "1 of 2 tiled blocks", "model.layers.1.mlp"):
         trainer.train()
 
 
@@ -212,7 +213,7 @@ def test_settings_that_would_be_ignored_are_refused(directory: Path) -> None:
     with pytest.raises(TypeError, match="unexpected keyword argument 'tiles'"):
         seqtile.TilingCallback(tiles=8)
     report = seqtile.apply(AutoModelForCausalLM.from_pretrained(directory))
-    with pytest.raises(seqtile.UserError, match="got Report and the settings .'tile'.; pass either"):
+    with refused("callback.report-and-settings", "['tile']"):
         seqtile.TilingCallback(report, tile=8)
 
 

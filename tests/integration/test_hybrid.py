@@ -19,6 +19,7 @@ from torch import nn
 import hybrid
 import seqtile
 from hybrid import KINDS, SETTINGS, adapted, difference, gradients, settings_of, tiled
+from refusals import refused
 from seqtile._compat import attention_kind
 from seqtile._errors import UserError
 from seqtile.cli import main
@@ -168,7 +169,7 @@ def test_sequence_parallelism_is_refused_for_every_state(state: str) -> None:
     states = {state: ["model.layers.0", "model.layers.1"]}
     refuse_split_states("it", states, 1)
     refuse_split_states("it", {}, 2)
-    with pytest.raises(UserError, match=r"sp_size 2 would train it with wrong gradients"):
+    with refused("sp-size.model-with-state", "sp_size 2"):
         refuse_split_states("it", states, 2)
 
 
@@ -280,14 +281,14 @@ def test_a_language_part_beside_a_vision_tower_is_planned() -> None:
 def test_a_run_over_several_ranks_is_refused_before_it_starts(directory: Path) -> None:
     ranks = {"engine": "zero3", "nproc": 2, "sp_size": 2}
     recipe, _ = build_recipe({}, {"model": str(directory), "dataset": "x", "max_length": 2048, **ranks})
-    with pytest.raises(UserError, match="carries a state along the sequence"):
+    with refused("sp-size.model-with-state", "Gated DeltaNet"):
         check_split(recipe)
 
 
 def test_a_trainer_that_splits_sequences_is_refused() -> None:
     trainer = SimpleNamespace(accelerator=SimpleNamespace(parallelism_config=SimpleNamespace(sp_size=1, cp_size=2)))
     check_in_trainer(trainer, nn.Linear(4, 4), TilingOptions())  # type: ignore[arg-type]
-    with pytest.raises(UserError, match="cp_size 2 would train Lfm2MoeForCausalLM with wrong gradients"):
+    with refused("sp-size.model-with-state", "cp_size 2", "Lfm2MoeForCausalLM"):
         check_in_trainer(trainer, model_of("lfm2_moe"), TilingOptions())  # type: ignore[arg-type]
 
 
@@ -341,7 +342,7 @@ def test_tiles_in_the_middle_are_not_run_and_hold_what_they_hold(
 @pytest.mark.parametrize("family", ["qwen3_5_text", "bamba", "lfm2_moe"])
 def test_packed_documents_do_not_read_each_others_state(family: str, padding_free: bool) -> None:
     arguments = SimpleNamespace(padding_free=padding_free, packing=True, packing_strategy="bfd")
-    with pytest.raises(UserError, match="would share state"):
+    with refused("packing.shared-state"):
         check_packing(model_of(family), arguments)
     check_packing(model_of(family), SimpleNamespace(padding_free=False, packing=True, packing_strategy="wrapped"))
 
@@ -351,7 +352,7 @@ def test_packing_is_refused_beside_flash_attention_too() -> None:
     model = model_of("qwen3_next")
     vars(model.config)["_attn_implementation_internal"] = "flash_attention_2"
     generator_state = torch.get_rng_state()
-    with pytest.raises(UserError, match="would share state"):
+    with refused("packing.shared-state"):
         check_packing(model, SimpleNamespace(padding_free=True, packing=False))
     assert attention_kind(model) == "flash_attention_2"
     assert torch.equal(torch.get_rng_state(), generator_state)

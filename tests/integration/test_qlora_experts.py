@@ -17,7 +17,7 @@ from torch import nn
 from transformers import TrainerCallback
 
 import tiny_run
-from seqtile import UserError
+from refusals import refused
 from seqtile.fitting import describe
 from seqtile.options import TilingOptions
 from seqtile.planner.accelerators import Device
@@ -153,5 +153,5 @@ def test_weights_that_are_quantized_already_are_refused(model: Path, tmp_path: P
     config = json.loads((copied / "config.json").read_text(encoding="utf-8"))
     config["quantization_config"] = {"quant_method": "mxfp4"}
     (copied / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    with pytest.raises(UserError, match=r"quantized already \(mxfp4\)"):
+    with refused("qlora.already-quantized", "(mxfp4)"):
         load_model(recipe_of(copied))

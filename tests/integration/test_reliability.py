@@ -19,7 +19,7 @@ from transformers import TrainerCallback
 import killed_run
 import tiny_run
 from killed_run import Kill
-from seqtile import UserError
+from refusals import refused
 from seqtile._errors import RunError
 from seqtile.cli import main
 from seqtile.train.recipe import RECIPE_FILE, build_recipe, recipe_keys
@@ -246,7 +246,7 @@ def test_a_named_checkpoint_must_be_readable(run: Path, name: str):
     (run / "checkpoint-2" / MARK).unlink()
     path = run / "checkpoint-2" / name
     path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(UserError, match=f"cannot resume from 'checkpoint-2': {name} is truncated or corrupt"):
+    with refused("resume.checkpoint-broken", "'checkpoint-2'", name):
         find_checkpoint(run, "checkpoint-2")
 
 
@@ -254,7 +254,7 @@ def test_a_named_checkpoint_must_be_readable(run: Path, name: str):
     "name", ["checkpoint-3", "../out/checkpoint-2", "checkpoint-2/../checkpoint-4", "..", "report", ""]
 )
 def test_only_a_checkpoint_of_this_run_can_be_named(run: Path, name: str):
-    with pytest.raises(UserError, match="expected one of those in .*: checkpoint-2, checkpoint-4"):
+    with refused("resume.checkpoint-unknown", "checkpoint-2, checkpoint-4"):
         find_checkpoint(run, name)
 
 
@@ -336,7 +336,7 @@ def test_other_rows_under_the_same_name_are_refused(half: Path, model: Path, dat
     for wrong in ([*rows[:-1], {"text": rows[-1]["text"][:-4] + "cat."}], rows[:-1], [*rows, rows[0]], rows[::-1]):
         tiny_run.write_jsonl(own, wrong)
         before = snapshot(tmp_path / "own")
-        with pytest.raises(UserError, match="no longer has the rows that checkpoint-2 was trained on"):
+        with refused("resume.other-rows", "checkpoint-2"):
             resume(model, own, tmp_path / "own")
         assert snapshot(tmp_path / "own") == before
 
@@ -346,7 +346,7 @@ def test_another_base_under_the_same_adapters_is_refused(dataset: Path, tmp_path
     train(build_recipe(recipe(base, dataset, tmp_path / "out", steps=1, lora={"r": 2}), {})[0])
     moved = {name: value + 1e-3 for name, value in weights(base).items()}
     save_file(moved, base / "model.safetensors", {"format": "pt"})
-    with pytest.raises(UserError, match="no longer has the frozen weights that checkpoint-1 was trained with"):
+    with refused("resume.other-weights", "checkpoint-1"):
         resume(base, dataset, tmp_path / "out", lora={"r": 2})
 
 
@@ -356,7 +356,7 @@ def test_another_number_of_processes_is_refused_and_other_versions_are_said(
     path = half / "checkpoint-2" / MARK
     mark = json.loads(path.read_text())
     path.write_text(json.dumps(mark | {"processes": 2}))
-    with pytest.raises(UserError, match="was written by 2 processes, this run has 1"):
+    with refused("resume.other-processes", "2 processes", "has 1"):
         resume(model, dataset, half)
     mark["run"]["versions"]["torch"] = "2.0.0"
     path.write_text(json.dumps(mark))
@@ -365,18 +365,18 @@ def test_another_number_of_processes_is_refused_and_other_versions_are_said(
 
 
 @pytest.mark.parametrize(
-    ("engine", "shards", "rows", "told"),
+    ("engine", "shards", "rows", "refusal"),
     [
-        ("ddp", False, 8, ""),
-        ("fsdp2", True, 8, ""),
-        ("ddp", False, 4, "a step would have 8 rows instead of 4"),
-        ("fsdp2", True, None, "a step would have 8 rows instead of an unknown number"),
-        ("fsdp2", False, 8, "was written by 2 processes, this run has 4; --resume must keep"),
-        ("zero3", True, 8, "was written by 2 processes, this run has 4; --resume must keep"),
+        ("ddp", False, 8, ()),
+        ("fsdp2", True, 8, ()),
+        ("ddp", False, 4, ("resume.other-batch", "8 rows instead of 4")),
+        ("fsdp2", True, None, ("resume.other-batch", "8 rows instead of an unknown number")),
+        ("fsdp2", False, 8, ("resume.other-processes", "2 processes", "has 4")),
+        ("zero3", True, 8, ("resume.other-processes", "2 processes", "has 4")),
     ],
 )
 def test_other_processes_go_on_where_the_checkpoint_and_the_rows_allow(
-    engine: str, shards: bool, rows: int | None, told: str, tmp_path: Path
+    engine: str, shards: bool, rows: int | None, refusal: tuple[str, ...], tmp_path: Path
 ):
     """Whatever the recipe says: a program may call ``train`` with any."""
     chosen = build_recipe({"engine": engine, "nproc": 4, "gradient_accumulation": 2, "lora": {"r": 2}}, {})[0]
@@ -387,8 +387,8 @@ def test_other_processes_go_on_where_the_checkpoint_and_the_rows_allow(
     write_mark(checkpoint, CheckpointMark(step=2, processes=2, run=before))
     trainer = SimpleNamespace(args=SimpleNamespace(world_size=4, max_steps=5))
     run = {"data": "x", "frozen": None, "tiling": {}, "versions": {}, "rows_of_a_step": chosen.rows_of_a_step}
-    if told:
-        with pytest.raises(UserError, match=told):
+    if refusal:
+        with refused(*refusal):
             check_same_run(run, checkpoint, chosen, trainer, None)
     else:
         [note] = check_same_run(run, checkpoint, chosen, trainer, None)
@@ -424,11 +424,11 @@ def test_every_key_that_would_change_the_run_is_refused(run: Path):
     for key, value in OTHERWISE.items():
         if key == "epochs":
             continue  # next to the saved steps
-        with pytest.raises(UserError, match=f"--resume cannot change {key} from"):
+        with refused("resume.key-changed", f"change {key} from"):
             resumed_recipe({}, {"output": str(run), key: value})
-    with pytest.raises(UserError, match="use one"):
+    with refused("steps.with-epochs"):
         resumed_recipe({}, {"output": str(run), "epochs": 2})
-    with pytest.raises(UserError, match="--resume cannot change lora from"):
+    with refused("resume.key-changed", "change lora from"):
         resumed_recipe({}, {"output": str(run), "qlora": True})
 
 

@@ -19,7 +19,7 @@ import tiny_run
 import trainers
 from integration.test_head_trainers import MARGINS, SAMPLED, trajectory
 from numerics.test_chunks import chunks_of
-from seqtile import UserError
+from refusals import refused
 from seqtile.integrations.rl.shared_prompts import score_shared
 from seqtile.integrations.trl import tile_trainer
 from seqtile.shared_prompts import share_prompts
@@ -311,19 +311,19 @@ def failing(model: Any) -> Iterator[None]:
 def test_scores_need_shared_prompts(directory: Path) -> None:
     model = trainers.load(directory)
     seqtile.apply(model, blocks="none", loss="tiled")
-    with pytest.raises(UserError, match="share_prompts"):
+    with refused("shared-prompts.not-applied"):
         score_shared(model, *padded_batch().values())
 
 
 def test_refused(directory: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="GKDTrainer"):
+    with refused("shared-prompts.trainer-unsupported", "GKDTrainer"):
         tile_trainer(trainers.gkd(directory, tmp_path), shared_prompts=True)
     trainer = trainers.sft(directory, tmp_path)
     trainer.model.config.output_router_logits = True
-    with pytest.raises(UserError, match="causal"):
+    with refused("loss.model-unsupported"):
         share_in_calls(trainer.model.model)
     assert not shares_prompts(trainer.model)
-    with pytest.raises(UserError, match="output_router_logits"):
+    with refused("shared-prompts.router-loss"):
         tile_trainer(trainer, shared_prompts=True)
     assert not any("TreeCalls" in repr(hook) for m in trainer.model.modules() for hook in m._forward_hooks.values())
 

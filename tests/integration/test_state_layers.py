@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import seqtile
 from numerics._states import WHOLE, carrier_of, error, model_of
-from seqtile._errors import UserError
+from refusals import refused
 from seqtile.recognise.live_weights import has_foreign_hooks
 from seqtile.state.tiled_state import StateForward
 
@@ -284,7 +284,7 @@ def test_a_copy_and_a_pickle_run_in_tiles_too() -> None:
 def test_a_second_apply_replaces_the_first_and_a_refused_one_does_not() -> None:
     model = seqtile_model("qwen3_5_text", blocks="auto", tile=12)
     expected = gradients(model)
-    with pytest.raises(UserError):
+    with refused("only.no-match"):
         seqtile.apply(model, only="nothing.like.this", state=8)
     assert "state=16" in repr(model) and error(gradients(model), expected) < 1e-6
     seqtile.apply(model, tile=12, state=8)
@@ -295,7 +295,7 @@ def test_a_second_apply_replaces_the_first_and_a_refused_one_does_not() -> None:
 
 @pytest.mark.parametrize("wrong", [1, "big"])
 def test_a_wrong_tile_is_refused(wrong: Any) -> None:
-    with pytest.raises(UserError, match="expected 'auto', an int of at least 2, or None"):
+    with refused("option.not-a-count", f"state={wrong!r}"):
         seqtile.apply(model_of("qwen3_5_text"), state=wrong)
 
 

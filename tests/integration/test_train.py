@@ -20,7 +20,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoT
 
 import seqtile
 import tiny_run
-from seqtile import UserError
+from refusals import refused
 from seqtile.cli import main
 from seqtile.train.callbacks import StopOnSignal
 from seqtile.train.data import load_rows
@@ -404,7 +404,7 @@ def test_a_dataset_of_the_hub_is_asked_for_by_id_and_split(monkeypatch: pytest.M
     )
     assert len(load_rows("org/name").rows) == 2
     assert len(load_rows("org/name", split="long").rows) == 1
-    with pytest.raises(UserError, match="cannot read 'org/name' .dataset_split 'test'"):
+    with refused("dataset.unreadable", "'org/name'", "dataset_split 'test'"):
         load_rows("org/name", split="test")
 
 

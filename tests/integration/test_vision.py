@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForImageTextToText, Trainer, TrainingArguments
 
 import seqtile
-from seqtile._errors import UserError
+from refusals import refused
 from seqtile.counting.fake import fake_tensors
 from seqtile.counting.live import count_live_bytes
 from seqtile.vision.install_vision import VisionTechnique
@@ -379,7 +379,7 @@ def test_a_number_of_frames_needs_a_tower() -> None:
     from zoo import causal_lm
 
     model = causal_lm("llama")
-    with pytest.raises(UserError):
+    with refused("vision.no-tower"):
         seqtile.apply(model, blocks="none", vision=4)
     seqtile.apply(model, blocks="none", vision="auto")
     assert VisionTechnique.standing(model) == []

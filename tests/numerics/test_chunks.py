@@ -20,6 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import seqtile
 from numerics._errors import assert_all_no_worse, assert_no_worse
+from refusals import refused
 from seqtile import UserError
 from seqtile._compat import checkpoints_in_forward, has_kernel
 from seqtile.blocks.instance import TiledForward, installed_forwards
@@ -565,7 +566,7 @@ def test_a_host_that_is_too_small_for_keys_and_values_is_refused_at_the_first_se
     seqtile.apply(model, chunk=64, segment=2, offload=True)
     room = 2 * (hidden + states - 1 if states else hidden + 2 * keys - 1)
     monkeypatch.setattr(host_offload, "available_host_bytes", lambda: room)
-    with pytest.raises(UserError, match="host memory"):
+    with refused("offload.exceeds-host-memory"):
         step(model, batch_of())
     assert [nbytes for _, nbytes in parked] == [hidden]
     monkeypatch.setattr(host_offload, "available_host_bytes", lambda: 2 * (hidden + states + 2 * keys))
@@ -855,7 +856,7 @@ def test_hidden_states_that_change_between_layers_of_a_segment_are_refused() -> 
     model = build("llama")
     seqtile.apply(model, chunk=64, segment=2)
     hook = model.model.layers[1].register_forward_pre_hook(lambda layer, args: (args[0] + 1, *args[1:]))
-    with pytest.raises(UserError, match="segment=1"):
+    with refused("segment.layers-apart", "segment=2", "model.layers.1"):
         step(model, batch_of())
     hook.remove()
     step(model, batch_of())  # nothing is left of the refused call
@@ -867,10 +868,10 @@ def test_a_layer_that_the_model_skips_is_refused_in_a_segment() -> None:
     layers = model.model.layers
     model.model.layers = nn.ModuleList([layers[0], layers[2], layers[3]])
     model.config.num_hidden_layers = 3
-    with pytest.raises(UserError, match="were not called"):
+    with refused("segment.layers-apart", "model.layers.0", "were not called"):
         step(model, batch_of())
     model.model.layers = layers[:3]
-    with pytest.raises(UserError, match="were not called"):  # nothing behind it
+    with refused("segment.layers-apart", "model.layers.2", "were not called"):  # nothing behind it
         step(model, batch_of())
     seqtile.undo(model)
     assert not model.model._forward_hooks

@@ -15,6 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 
 import seqtile
 from numerics._blocks import random
+from refusals import refused
 from seqtile.headwise import install_heads as heads_of_models
 from seqtile.headwise.install_heads import HeadWise
 from seqtile.ops.attention import head_groups as operator
@@ -284,7 +285,7 @@ def test_auto_by_length() -> None:
 def test_what_follows_the_output_projection_is_not_lost(training: bool) -> None:
     """Seed-OSS drops attention's output; it is left alone, whatever mode the model is in when it is looked at."""
     model = model_with("seed_oss", residual_dropout=0.25).train(training)
-    with pytest.raises(seqtile.UserError, match="followed by dropout"):
+    with refused("heads.no-attention", "followed by dropout"):
         seqtile.apply(model, blocks="none", heads=1)
 
 
@@ -313,9 +314,9 @@ def test_a_hook_sees_what_it_would_untiled(part: str, blocks: str) -> None:
 
 def test_models_of_another_form_are_named() -> None:
     for architecture, why in (("phi3", "projections are"), ("olmo2", "some of its heads")):
-        with pytest.raises(seqtile.UserError, match=f"no attention in.*{why}"):
+        with refused("heads.no-attention", why):
             seqtile.apply(model_with(architecture), heads=1)
-    with pytest.raises(seqtile.UserError, match="at least 1, or None"):
+    with refused("option.not-a-count", "heads=0"):
         seqtile.apply(model_with("llama"), heads=0)
 
 
@@ -327,7 +328,7 @@ def test_custom_attention_is_left_alone_and_named() -> None:
     assert "forward" not in custom.__dict__
     seqtile.undo(model)
     model.model.layers[1].self_attn.__class__ = _Scaled
-    with pytest.raises(seqtile.UserError, match="self_attn.*custom code"):
+    with refused("heads.no-attention", "self_attn", "custom code"):
         seqtile.apply(model, blocks="none", heads=1)
 
 

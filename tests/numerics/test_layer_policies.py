@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel, Trainer, TrainingArguments
 
 import seqtile
+from refusals import refused
 from seqtile.checkpointing.policies import standing_checkpointing
 from seqtile.options import layer_policies
 from zoo import HEAD_DIM, HIDDEN, causal_lm, picture_and_text, tokens, vision_language_model
@@ -235,7 +236,7 @@ def test_the_host_is_asked_for_no_more_than_it_gets(
     step(model)
     free[0] -= LAYERS
     seqtile.apply(model := llama(), blocks="none", checkpoint=checkpoint, offload=True)
-    with pytest.raises(seqtile.UserError, match="of host memory"):
+    with refused("offload.exceeds-host-memory"):
         step(model)
 
 
@@ -261,14 +262,14 @@ def test_compiled_layers_stay_compiled(checkpoint: str, caplog: pytest.LogCaptur
 
 
 def test_what_cannot_be_is_refused() -> None:
-    with pytest.raises(seqtile.UserError, match=f"counts 6 layers, but LlamaForCausalLM has {LAYERS}"):
+    with refused("checkpoint.layer-count", "6 layers", f"LlamaForCausalLM has {LAYERS}"):
         seqtile.apply(llama(), blocks="none", checkpoint="none:4+attention-saved:2")
     eager = causal_lm("llama", attn_implementation="eager")
-    with pytest.raises(seqtile.UserError, match="load the model with attn_implementation='sdpa'"):
+    with refused("checkpoint.attention-saved-eager"):
         seqtile.apply(eager, blocks="none", checkpoint="attention-saved:1")
     model = llama()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
-    with pytest.raises(seqtile.UserError, match="needs non-reentrant"):
+    with refused("checkpoint.attention-saved-reentrant"):
         seqtile.apply(model, blocks="none", checkpoint="none:1+attention-saved:1")
     seqtile.apply(model, blocks="none", checkpoint="none:2")  # which saves nothing inside a checkpoint
     assert_runs_as_said(model, "none:2", lambda: step(model))

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import seqtile
 from numerics.test_offload import assert_equal, checkpointed, step
+from refusals import refused
 from seqtile._compat import checkpoints_in_forward
 from seqtile.checkpointing import host_offload
 from seqtile.checkpointing.host_offload import ChunkPool, HostMemory, Lane, pool_bytes
@@ -337,7 +338,7 @@ def test_chunks_are_counted_before_the_first_copy(machine: Machine, monkeypatch:
     assert whole > 6 * 20 * HIDDEN * 4
     model = deep(offload=True)
     monkeypatch.setattr(host_offload, "available_host_bytes", lambda: whole - 1)
-    with pytest.raises(seqtile.UserError, match="6 layer inputs of"):
+    with refused("offload.exceeds-host-memory", "6 layer inputs"):
         model(input_ids=ids)
     assert not machine.chunks
     monkeypatch.setattr(host_offload, "available_host_bytes", lambda: whole)

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import seqtile
 from numerics._errors import assert_all_no_worse, assert_as_exact_in_bf16
 from numerics.test_chunks import FAMILIES, NO_FLOAT64, ROUNDED_TO_NOTHING, STATES, build, chunks_of, in_double
+from refusals import refused
 from seqtile import UserError
 from seqtile.blocks.instance import TiledForward, installed_forwards
 from seqtile.blocks.layer import TiledLayer
@@ -404,7 +405,7 @@ def test_verify(standing: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.
     assert result.ok and result.reference == "float64", result
     assert result.tiled.flops < 0.6 * result.untiled.flops
     assert shares_prompts(model) == standing and all(weight.grad is None for weight in model.parameters())
-    with pytest.raises(UserError, match="share no prefix"):
+    with refused("verify.no-shared-prefix"):
         seqtile.verify_shared_prompts(model, samples[:2], prompts[:2])
     monkeypatch.setattr(piece_kernels, "join", lambda output, lse, other, of_other: (output, lse))
     wrong = seqtile.verify_shared_prompts(model, samples, prompts)
@@ -425,7 +426,7 @@ def test_a_state_in_tiles_beside(shared_first: bool, undone: bool) -> None:
     seqtile.apply(model, blocks="none", state=16)
     shared = shared or share_prompts(model)
     row = tree_row(*samples_of())
-    with pytest.raises(UserError, match="state"):
+    with refused("shared-prompts.with-state"):
         together(model, row)
     if undone:
         seqtile.undo(model)
@@ -460,7 +461,7 @@ def test_refused_heads() -> None:
     except UserError as error:
         pytest.skip(f"this version of transformers is refused at once: {error}")
     row = tree_row(*samples_of())
-    with pytest.raises(UserError, match="pass keyword arguments on"):
+    with refused("shared-prompts.arguments-not-passed-on"):
         model(**row.inputs)
     assert model.backbone(**row.inputs).last_hidden_state.shape[:2] == (1, row.tokens)
 
@@ -472,29 +473,29 @@ DECODER: dict[str, Any] = dict(d_model=40, decoder_layers=2, decoder_ffn_dim=56,
 def test_refused_attention() -> None:
     """A mask of its own, positions that it counts itself, and queries scaled by their place in the row."""
     masked = shared("doge", keep_window_size=8, **SMALL)
-    with pytest.raises(UserError, match="mask of its own"):
+    with refused("shared-prompts.call-unsupported", "mask of its own"):
         masked(**tree_row(*samples_of()).inputs)
     for kind in ("bart", "mbart", "blenderbot"):
-        with pytest.raises(UserError, match="position_ids"):
+        with refused("shared-prompts.mixer-unsupported", "position_ids"):
             shared(kind, **DECODER)
     layers: dict[str, Any] = dict(layer_types=["full_attention"] * 2, no_rope_layers=[1, 0])
     llama4 = dict(intermediate_size_mlp=56, num_local_experts=4, **layers, **SMALL)
-    with pytest.raises(UserError, match="attn_temperature_tuning"):
+    with refused("shared-prompts.mixer-unsupported", "attn_temperature_tuning"):
         shared("llama4_text", **llama4)
     shared("llama4_text", attn_temperature_tuning=False, **llama4)
 
 
 def test_refused_models() -> None:
-    with pytest.raises(UserError, match="attention"):
+    with refused("shared-prompts.no-attention-layers"):
         share_prompts(nn.Linear(3, 4))
     dropping = build("llama", attention_dropout=0.1)
     share_prompts(dropping)
-    with pytest.raises(UserError, match="dropout"):
+    with refused("shared-prompts.call-unsupported", "dropout"):
         dropping(**tree_row(*samples_of()).inputs)
     padded = build("llama")
     share_prompts(padded)
     inputs = tree_row(*samples_of()).inputs
-    with pytest.raises(UserError, match="expected one row"):
+    with refused("shared-prompts.call-unsupported", "expected one row"):
         padded(**{**inputs, **{name: inputs[name][:, :-1] for name in ("input_ids", "position_ids")}})
 
 
@@ -509,5 +510,5 @@ def test_a_model_that_keeps_its_arguments_to_itself(monkeypatch: pytest.MonkeyPa
 
     share_prompts(model)
     monkeypatch.setattr(layer_class, "forward", drops)
-    with pytest.raises(UserError, match="self_attn"):
+    with refused("shared-prompts.arguments-not-passed-on", "self_attn"):
         model(**tree_row(*samples_of()).inputs)

@@ -30,7 +30,7 @@ def test_a_refused_case_shows_in_its_cell(monkeypatch: pytest.MonkeyPatch) -> No
     [row] = [line for line in table.table().splitlines() if line.startswith("| experts")]
     assert row.split(" | ")[1] == "yes"
     monkeypatch.setattr(
-        ddp, "CASES", [replace(case, refused="x") if case.technique == "experts" else case for case in ddp.CASES]
+        ddp, "CASES", [replace(case, refused=("x",)) if case.technique == "experts" else case for case in ddp.CASES]
     )
     [row] = [line for line in table.table().splitlines() if line.startswith("| experts")]
     assert row.split(" | ")[1] == "refused"

@@ -310,6 +310,7 @@ def test_a_bad_value_is_one_sentence(
         ({"loss_impl": "best"}, ("option.unknown-choice", "loss_impl='best'", "'native'")),
         ({"checkpoint": "full"}, ("checkpoint.malformed", "checkpoint='full'", "'attention-saved'")),
         ({"offload": "all"}, ("offload.malformed", "offload='all'")),
+        ({"offload": "64GB+32GB"}, ("offload.malformed", "'64GB+32GB'")),
         ({"heads": 0}, ("option.not-a-count", "heads=0")),
     ],
     ids=str,

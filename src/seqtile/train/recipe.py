@@ -14,7 +14,7 @@ import typing
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import yaml
 from pydantic import (
@@ -153,13 +153,15 @@ class CheckedModel(BaseModel):
     def _sane(cls, value: Any, info: ValidationInfo) -> Any:
         name = str(info.field_name)
         if isinstance(value, bool) and bool not in alternatives(cls.model_fields[name].annotation):
-            raise ValueError(f"recipe key {name!r} cannot be {str(value).lower()}")
+            raise UserError("recipe.invalid-value", f"recipe key {name!r} cannot be {str(value).lower()}")
         if isinstance(value, str) and _TOKEN.search(value):
-            raise ValueError(
-                f"recipe key {name!r} contains an access token, which would be saved with the run; set HF_TOKEN instead"
+            raise UserError(
+                "recipe.secret",
+                f"recipe key {name!r} contains an access token, which would be saved with the run; set HF_TOKEN "
+                "instead",
             )
         if isinstance(value, str) and not value.strip():
-            raise ValueError(f"recipe key {name!r} is empty")
+            raise UserError("recipe.invalid-value", f"recipe key {name!r} is empty")
         return value
 
 
@@ -185,7 +187,9 @@ class LoraRecipe(CheckedModel):
             saved_lora = {"r": saved["r"], "alpha": saved["lora_alpha"], "dropout": saved["lora_dropout"],
                           "target_modules": saved["target_modules"]}  # fmt: skip
         except (OSError, ValueError, KeyError, TypeError):
-            raise ValueError(f"lora.start {directory!r} has no LoRA adapters (adapter_config.json)") from None
+            raise UserError(
+                "lora.start-without-adapters", f"lora.start {directory!r} has no LoRA adapters (adapter_config.json)"
+            ) from None
         return {**saved_lora, **values}
 
 
@@ -644,8 +648,7 @@ def first_problem(error: ValidationError) -> UserError:
     """The first of pydantic's complaints as one sentence: key, what was given, what was expected."""
     problem = error.errors(include_url=False)[0]
     if problem["type"] == "value_error":
-        cause = problem["ctx"]["error"]
-        return cause if isinstance(cause, UserError) else UserError("recipe.invalid-value", str(cause))
+        return cast(UserError, problem["ctx"]["error"])  # the validators raise no other
     key = ".".join(str(field) for field in problem["loc"])
     expected = problem["msg"][0].lower() + problem["msg"][1:]
     return UserError("recipe.invalid-value", f"recipe key {key!r}: got {shown(problem['input'])}; {expected}")
