@@ -1,1 +1,1 @@
-"""Blocks and layers that run in tiles: instances that replace modules' forwards."""
+"""Tiled forwards of blocks and of decoder layers, each put on one instance."""

@@ -26,7 +26,7 @@ class SplitArguments:
 
     Attributes:
         arguments: all of them by position or name.
-        split: those that are split, each with what its layout as rows has lost.
+        split: the arguments that are split, each with what :meth:`given_back` needs to restore its layout.
     """
 
     def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -34,11 +34,11 @@ class SplitArguments:
         self.split: dict[int | str, Any] = {}
 
     def rows(self, value: Tensor, layout: Any) -> Tensor:
-        """A whole tensor as it is split."""
+        """Return a whole tensor in the layout in which it is split."""
         raise NotImplementedError
 
     def given_back(self, tile: Tensor, layout: Any) -> Tensor:
-        """A tile of rows in the layout of the module's argument."""
+        """Return a tile in the layout of the module's argument."""
         raise NotImplementedError
 
     @property
@@ -78,14 +78,14 @@ class SplitArguments:
         return [value for name, value in filled.items() if not isinstance(name, str)], kwargs
 
 
-class Places(SplitArguments):
-    """Split are the first tensor and every other with the same leading dimensions.
+class TokenArguments(SplitArguments):
+    """Splits the first tensor, and every other tensor with the same leading dimensions.
 
-    A tensor of exactly the leading shape (one number per token) is split too, unless it could as well be one number
-    per feature; all else is passed through.
+    A tensor of exactly the leading shape (one number per token) is split too, unless it could also be one number per
+    feature. All other arguments are passed to every tile.
 
     Attributes:
-        why_whole: why the call cannot be split at all, or "": a tensor has one row per element of the batch.
+        why_whole: why the call cannot be split, or "": a tensor with one row per sequence fits no tile.
     """
 
     def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

@@ -27,11 +27,11 @@ from seqtile.blocks.norms_and_projections import (
     KernelNorm,
     TiledRows,
     adapted_since,
+    describe_rows,
     find_norms,
     find_rows,
     install_norms,
     tile_rows,
-    words_for,
 )
 from seqtile.devices import device_bytes
 from seqtile.engines.zero3 import mark_leaf, whole_shape
@@ -50,7 +50,7 @@ class Block:
 
     Attributes:
         name: qualified name.
-        class_name: class of the module, or of the layer around it for parts that are its children.
+        class_name: class of the module, or of the layer whose children are its parts.
         kind: ``"mlp"``, ``"experts"``, ``"inline"`` or ``"pair"`` (see
             :class:`seqtile.recognise.candidates.Candidate`), or ``"module"``, from :func:`seqtile.tile_module`.
         path: operator that runs it: ``"fused"`` or ``"generic"``.
@@ -58,10 +58,10 @@ class Block:
         intermediate: width of its widest tensor per token.
         together: children of the layer that run in the same tile, in order.
         tile: description of the tile rule.
-        why: what proves that it is position-wise.
+        why: how it was proven to be position-wise.
         not_fused: why the fused operator does not apply, or "".
         follower: whether a norm or dropout after the block is in the tile.
-        beside: name of the argument that its forward takes beside hidden states, or "".
+        beside: name of the further required argument of its forward, or "".
     """
 
     name: str
@@ -80,10 +80,10 @@ class Block:
 
 @dataclass(frozen=True)
 class BlocksResult(TechniqueResult):
-    """What was done to blocks, and beside them to norms and projections.
+    """The tiled blocks, and a phrase on the norms and projections that are tiled separately.
 
     Attributes:
-        blocks: what was tiled, in module order.
+        blocks: the tiled blocks, in module order.
         found: number of blocks that were found, tiled or not.
         keep: rule for the tiles that keep gate and up.
     """
@@ -111,10 +111,10 @@ class BlocksTechnique(ForwardsTechnique):
         if options.blocks == WHOLE_LAYER:
             found_rows = find_rows(model, chosen, [*inside], whole=whole)
             tile_rows(found_rows, ROWS_AUTO if options.tile_rule.kind == "auto" else options.tile_rule, options.path)
-            rows = words_for(found_rows)
+            rows = describe_rows(found_rows)
         if options.blocks in ("auto", WHOLE_LAYER) and options.path != "generic":
             kernel_norms, left_norms = find_norms(model, chosen, self._trusted, whole=whole)
-            # A separately tiled norm keeps those, and one that accelerate moves (device_map) its hook.
+            # A separately tiled norm keeps its forward, and a norm that accelerate moves (device_map) keeps its hook.
             install_norms([norm for norm in kernel_norms if "forward" not in norm.module.__dict__], self._trusted)
             left = [*left, *left_norms]
         return BlocksResult(rows and f"{rows} tiled separately", left, tiled, len(self._blocks), keep)
@@ -224,7 +224,7 @@ def refuse_tiled_by_unsloth(model: nn.Module) -> None:
 
 
 def with_free_memory(keep: KeepRule, model: nn.Module, blocks: int) -> KeepRule:
-    """``keep`` with a quarter of the free device memory read once, if it is ``"auto"``."""
+    """``keep="auto"`` with its memory, a quarter of what is free on the device now; any other rule unchanged."""
     return KeepRule("auto", free_bytes(model) / 4 / blocks, blocks) if keep.kind == "auto" else keep
 
 
@@ -249,7 +249,7 @@ def _tile(model: nn.Module, block: Candidate, keep: KeepRule, options: TilingOpt
         layer_class = TiledPair if block.kind == "pair" else TiledLayer
         installed.append(layer_class(layer, setting, neighbours, block.in_layer))
         together = neighbours.names
-    if not block.in_layer:  # also inside a layer's replacement, which falls back to it
+    if not block.in_layer:  # also below a layer's forward, which falls back to it
         installed.append(TiledForward(module, setting))
     for forward in installed:
         forward.install()
@@ -289,7 +289,7 @@ def _neighbours(block: Candidate, layer: nn.Module, *, norms: bool) -> Neighbour
 
 
 def _operator(model: nn.Module, block: Candidate, layer: nn.Module, neighbours: Neighbours) -> tuple[str, str]:
-    """(what proves the block with these neighbours, why the fused operator does not run it or "").
+    """Return (what proves the block with these neighbours, why the fused operator does not run it or "").
 
     Raises:
         UserError: with these neighbours nothing is proven.

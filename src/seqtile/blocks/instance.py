@@ -30,7 +30,7 @@ from seqtile._compat import (
 from seqtile._log import first_rank_logger
 from seqtile._stand_in import ForwardStandIn
 from seqtile._technique import Technique
-from seqtile.blocks.call_arguments import Places, by_position
+from seqtile.blocks.call_arguments import TokenArguments, by_position
 from seqtile.engines.flat import ParameterSwap, call_with_weights, named_weights
 from seqtile.engines.granularity import refuse_gathering_inside
 from seqtile.engines.zero3 import is_marked, mark_leaf, unmark_leaf
@@ -56,7 +56,7 @@ class Setting:
     """How one block is tiled.
 
     Attributes:
-        rule: where the cuts are.
+        rule: the sizes of its tiles.
         keep: how many tiles keep gate and up.
         path: ``"auto"``, ``"fused"`` or ``"generic"``.
         hidden: width of the block's input.
@@ -91,11 +91,11 @@ class Setting:
 
 
 class _Thread(threading.local):
-    """Where a thread is.
+    """What this thread runs now.
 
     Attributes:
         inside: ``"tile"`` or ``"trial"`` of a layer, or "".
-        chunk: ``"last"`` in one of a segment's last layer, ``"followed"`` in one of another layer, or "".
+        chunk: ``"last"`` for a chunk of a segment's last layer, ``"followed"`` for a chunk of another layer, or "".
     """
 
     inside = chunk = ""
@@ -111,7 +111,7 @@ def inside_a_tile() -> bool:
 
 @contextmanager
 def inside(what: str = "tile") -> Iterator[None]:
-    """Around one ``"tile"`` of a layer, or around a ``"trial"`` of it, which counts as no effect of an option."""
+    """Mark the calls inside as one ``"tile"`` of a layer, or as a ``"trial"``, which is no effect of an option."""
     was_inside, _thread.inside = _thread.inside, what
     try:
         yield
@@ -121,10 +121,10 @@ def inside(what: str = "tile") -> Iterator[None]:
 
 @contextmanager
 def inside_a_chunk(*, last: bool) -> Iterator[None]:
-    """Around one chunk of a layer.
+    """Mark the calls inside as one chunk of a layer.
 
-    The backward computes a chunk again, but for the output of a segment's ``last`` layer. So the blocks of the others
-    keep what they compute on the way, as they would untiled.
+    The backward recomputes a chunk, except the output of the segment's ``last`` layer. So the blocks of the other
+    layers, whose output the recompute needs, save gate and up in it as untiled blocks do.
     """
     outside, _thread.chunk = _thread.chunk, "last" if last else "followed"
     try:
@@ -135,15 +135,15 @@ def inside_a_chunk(*, last: bool) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Operands:
-    """The operands of one call.
+    """The operands of one or more calls with the same weights.
 
     Attributes:
         fused: operands of the MLP's or the norm's operator; None where the generic operator runs.
         not_fused: why the requested fused operator cannot run now, or "".
         trained: the weights that train.
-        shape: what the tile rule needs to know.
-        dense_bytes: bytes of the packed weights once they are made dense.
-        sizes: tile sizes, by the tokens of a batch.
+        shape: the sizes that the tile rule reads.
+        dense_bytes: bytes of the packed weights once they are dense.
+        sizes: tile sizes, by the number of tokens in a batch.
     """
 
     fused: FusedWeights | RowWise | None
@@ -158,10 +158,10 @@ class Verdict:
     """The proof of a chain in one mode, and the operands of its last call.
 
     Attributes:
-        chain: what runs.
-        proof: that it is position-wise, or why nothing proves it.
-        snapshot: what the proof rests on.
-        refusal: why it must not be tiled, or "".
+        chain: the modules that run.
+        proof: the proof that they are position-wise, or why there is none.
+        snapshot: the objects that the proof depends on.
+        refusal: why the chain must not be tiled, or "".
     """
 
     def __init__(self, chain: Chain, proof: Proof, snapshot: Snapshot, refusal: str) -> None:
@@ -171,7 +171,7 @@ class Verdict:
 
     @cached_property
     def settings(self) -> SameSettings:
-        """What the snapshot compares, for recomputes; asked for while it holds."""
+        """The settings that a recompute compares; read while the snapshot still holds."""
         return SameSettings(self.chain.modules, self.snapshot)
 
     def forget_weights(self) -> None:
@@ -181,12 +181,12 @@ class Verdict:
         self, tensors: list[Tensor], setting: Setting, x: Tensor, lanes: int, computed: Mapping[str, Tensor],
         fuses_norms: bool,
     ) -> Operands:  # fmt: skip
-        """The live weights; while the modules' tensors are the same objects, those of the last call.
+        """The operands of a call from the live weights; the last call's while the tensors are the same objects.
 
-        Engines put others in their places, empty them, or hide them behind attributes.
+        Engines replace a module's tensors, empty them, or hide them behind attributes.
         """
-        same = len(tensors) == len(self._tensors) and all(map(is_, tensors, self._tensors))
-        if same and self._operands is not None and all(map(Tensor.numel, tensors)):
+        unchanged = len(tensors) == len(self._tensors) and all(map(is_, tensors, self._tensors))
+        if unchanged and self._operands is not None and all(map(Tensor.numel, tensors)):
             return self._operands
         self.forget_weights()
         fused: FusedWeights | RowWise | str | None = None
@@ -230,13 +230,13 @@ class Installed(ForwardStandIn):
     """Whether some call so far reached the choice of its parts."""
 
     idle_reason = ""
-    """Why the last call that could not run in parts could not."""
+    """Why the most recent call that could not run in parts could not, or ""."""
 
     refused = ""
     """Why the last call of a layer in tiles of the sequence ran whole, or ""."""
 
     kept = fused = False
-    """Whether some call so far saved gate and up, and ran the fused operator."""
+    """``kept``: some call so far saved gate and up. ``fused``: some call so far ran the fused operator."""
 
     compiled = False
     """Whether torch.compile has compiled it, without the parts in :attr:`left_out_compiled`."""
@@ -244,13 +244,13 @@ class Installed(ForwardStandIn):
     left_out_compiled = (
         "under torch.compile, tiled blocks use PyTorch's checkpoint per tile instead of the fused operator"
     )
-    """For the report."""
+    """What a compiled call leaves out, as a sentence for the report."""
 
     technique = "blocks"
-    """Name of the technique that it belongs to."""
+    """Name of the technique that installed it."""
 
     rotary_kernels = 0
-    """Rotary embeddings that it runs by a kernel where the device has one."""
+    """Number of rotary embeddings that it runs by a kernel where the device has one."""
 
     owner = "apply"
     """Which call put it there: another :func:`seqtile.apply` leaves ``"tile_module"``'s."""
@@ -263,7 +263,7 @@ class Installed(ForwardStandIn):
         self._settings: SameSettings | None = None
 
     def run_whole(self, why: str, args: Any, kwargs: Any) -> Any:
-        """The untiled call of a layer that cannot run in tiles of the sequence now."""
+        """Run a layer untiled that cannot run in tiles of the sequence now, and log why."""
         if torch.is_grad_enabled():
             self.refused = self.idle_reason = why
             if self.is_news(why):
@@ -282,10 +282,10 @@ class Installed(ForwardStandIn):
             "_last": None,
             "_settings": None,
             "_view": None,
-        }  # of this very module
+        }  # a proof is valid for one instance
 
     def settings_of(self, modules: Sequence[nn.Module]) -> SameSettings:
-        """What is set in them; that of the previous call while it holds."""
+        """The settings of ``modules`` that a recompute compares; the previous call's while they are unchanged."""
         if self._settings is None or self._settings.modules != modules or not self._settings.holds():
             self._settings = SameSettings(modules)
         return self._settings
@@ -300,7 +300,7 @@ class Installed(ForwardStandIn):
         self.take_out()
         marked = is_marked(module)
         unmark_leaf(module)
-        if marked and isinstance(attributes.get("forward"), Installed):  # of another technique, which needs it too
+        if marked and isinstance(attributes.get("forward"), Installed):  # another technique's: it needs the mark
             mark_leaf(module)
 
     takes_norm = False
@@ -334,7 +334,7 @@ class Installed(ForwardStandIn):
         computed: Mapping[str, Tensor] = NO_TENSORS,
         unpacked: Weights | None = None,
     ) -> Any:
-        """Run ``call``, which is ``chain``, on tiles of ``tensors``.
+        """Run ``chain`` on tiles of ``tensors``.
 
         Args:
             chain: the modules that run.
@@ -342,9 +342,9 @@ class Installed(ForwardStandIn):
             call: computes ``chain`` on tiles of ``tensors``.
             untiled: the call as its caller made it.
             lanes: rows per token.
-            mode: the call's mode; None reads it from ``tensors``.
-            computed: weights that were computed for this call, in place of the modules' own of these names.
-            unpacked: computes frozen weights from packed ones, in place of the modules' own of these names.
+            mode: mode of the call; None derives it from ``tensors``.
+            computed: weights that were computed for this call, by the names of the modules' weights that they replace.
+            unpacked: computes frozen weights from packed ones, by the names of the weights that they replace.
         """
         if _thread.inside:
             self.acted = self.acted or _thread.inside == "tile"
@@ -390,12 +390,12 @@ class Installed(ForwardStandIn):
         if sizes is None:
             sizes = operands.sizes[tokens] = self.setting.rule.tile_sizes(tokens, operands.shape)
         if chunk and fused is None:
-            sizes = ()  # the generic operator would compare weights, of which each chunk has aliases of its own
+            sizes = ()  # the generic operator compares weights, and each chunk has its own aliases of them
             if self.setting.rule.kind != "auto":
                 self.idle_reason = "in chunks, blocks without the fused operator run whole"
         self.most_tiles, self.most_tokens = max(self.most_tiles, len(sizes)), max(self.most_tokens, tokens)
         self.called, self.acted = True, self.acted or len(sizes) > 1 or bool(chunk and fused)
-        # One tile, not none, if another rank's batch may be tiled; and in a chunk, in which it takes less memory.
+        # A single tile runs by the operator if another rank's batch may be tiled, and in a chunk, to save memory.
         if (
             not sizes
             and tokens
@@ -405,7 +405,7 @@ class Installed(ForwardStandIn):
         return sizes
 
     def verdict(self, chain: Chain, mode: Mode) -> tuple[Verdict, list[Tensor]]:
-        """The verdict on ``chain`` in this mode, the previous call's while nothing has changed; and the live tensors.
+        """The verdict on ``chain`` in this mode, unchanged while its snapshot holds, and the live tensors.
 
         Cost:
             About 10 µs if they have not changed; else see :func:`seqtile.recognise.proof.prove`.
@@ -417,13 +417,13 @@ class Installed(ForwardStandIn):
             tensors = verdict.snapshot.tensors()
         if verdict is not self._last:
             if self._last is not None:
-                self._last.forget_weights()  # which may be replaced before that mode runs again
+                self._last.forget_weights()  # they may be replaced before that mode runs again
             self._last = verdict
         return verdict, tensors
 
     def _judge(self, chain: Chain, mode: Mode) -> Verdict:
         """Prove modules that are new or have changed."""
-        self.check()  # only here: an engine that gathers inside has changed a class, a child or an attribute
+        self.check()  # not at every call: an engine that gathers inside has changed a class, a child or an attribute
         previous = self._verdicts.get(mode)
         if len(self._verdicts) > 8 or (previous is not None and not previous.snapshot.holds()):
             self._verdicts.clear()  # the other modes' weights may be gone too
@@ -440,7 +440,7 @@ class Installed(ForwardStandIn):
         self, chain: Chain, tensors: Sequence[Tensor], call: Callable[[list[Tensor]], Any],
         untiled: Callable[[], Any], lanes: int, computed: Mapping[str, Tensor],
     ) -> Any:  # fmt: skip
-        """:meth:`run` inside the graph that torch.compile writes down: the generic operator alone."""
+        """:meth:`run` while torch.compile traces the call; it uses the generic operator alone."""
         if self.falls_back:
             self.note_compiled()
         x = tensors[0]
@@ -459,7 +459,7 @@ class Installed(ForwardStandIn):
         sizes: tuple[int, ...], computed: Mapping[str, Tensor], fused: bool, unpacked: Weights | None = None,
         changed: Changed = str,
     ) -> Any:  # fmt: skip
-        """The generic operator; where :attr:`plainly` is set, that in its place."""
+        """Run the generic operator, or :attr:`plainly` if that is set."""
         computed_names = frozenset(computed)  # a closure over the tensors would keep them until the backward
 
         def live_weights() -> dict[str, Tensor]:
@@ -481,16 +481,16 @@ class Installed(ForwardStandIn):
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def note_compiled(self) -> bool:
-        """Note, outside the graph that the compiler writes, that :attr:`left_out_compiled` is so.
+        """Record, outside the compiled graph, that a compiled call left out :attr:`left_out_compiled`.
 
-        An attribute that is set while a checkpointed layer is compiled leaves all of the layer uncompiled.
+        Inside the graph, setting an attribute would leave all of a checkpointed layer uncompiled.
         """
         self.compiled, self.idle_reason = True, self.left_out_compiled
         return True
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def note_cut(self, cut: bool) -> bool:
-        """Note, outside the graph, that it runs in more than one tile."""
+        """Record, outside the compiled graph, whether a call runs in more than one tile."""
         self.called, self.acted = True, self.acted or cut
         return True
 
@@ -498,8 +498,8 @@ class Installed(ForwardStandIn):
     def _is_proven(
         self, kinds: Sequence[tuple[int, torch.dtype]], has_settings: bool, device: torch.device, gradients: bool
     ) -> bool:
-        """Whether the block is proven as it is now; runs when a call is compiled, outside the graph."""
-        # The compiler guards what the block's own code reads, so a change there recompiles, and leads here again.
+        """Whether the block is proven in its present state; runs outside the graph, when a call is compiled."""
+        # The compiler guards everything that the block's code reads, so a change there recompiles and runs this again.
         setting = self.setting
         if not setting.experts and (len(kinds) > 1 or has_settings):
             refusal = "torch.compile calls it with more than hidden states, which its trace does not cover"
@@ -526,10 +526,10 @@ class Installed(ForwardStandIn):
     """Whether a block that is a norm and nothing else runs by the norm's own operator."""
 
     plainly: Callable[..., Any] | None = None
-    """Runs the tiles in the operators' place, as (run, tensors, sizes, whether they would be fused): for ``verify``."""
+    """Replaces the operators for ``verify``; called with (run, tensors, sizes, whether the fused one would run)."""
 
     falls_back = False
-    """Whether the report said "fused", so that running the generic operator is news."""
+    """Whether the report names the fused operator, so that a switch to the generic one is logged."""
 
     def note(self) -> str:
         return f"tile={self.setting.rule}"
@@ -579,9 +579,9 @@ def idle_sentences(option: str, forwards: Sequence[Installed], *, decides: bool)
     """One sentence if none of ``forwards`` ran in parts.
 
     Args:
-        option: what was asked for, as it was written.
-        forwards: those that it changed.
-        decides: whether the option leaves it to the length whether they run in parts.
+        option: the option as the user wrote it.
+        forwards: the forwards that it replaced.
+        decides: whether the option's rule may leave a short batch in one part.
     """
     if any(forward.acted for forward in forwards):
         return []
@@ -593,7 +593,7 @@ def idle_sentences(option: str, forwards: Sequence[Installed], *, decides: bool)
 
 
 def refusals(model: nn.Module) -> list[str]:
-    """Which layers ran whole at their last call, and why."""
+    """One sentence per reason for which layers ran whole at their last call."""
     names_by_refusal: dict[str, list[str]] = {}
     for forward in installed_forwards(model):
         if forward.refused:
@@ -608,7 +608,7 @@ _NO_SOURCE = (
 
 
 _AXES: dict[int, tuple[str, ...]] = {2: ("bs",), 3: ("b", "s"), 4: ("b", "m", "s")}
-"""The token axes in each leading dimension, by dimensions; a trace distinguishes three at most."""
+"""Token axes of each leading dimension, by a tensor's number of dimensions; a trace distinguishes at most three."""
 
 
 def mode_of(tensors: Sequence[Tensor], constants: Sequence[Tensor] = ()) -> Mode:
@@ -635,24 +635,24 @@ class TiledForward(Installed):
                 module, original, computed, unpacked = self._outside_parametrizations()
         if kwargs and not args:
             args, kwargs = by_position(original, kwargs)
-        places = Places(args, kwargs)
-        if places.why_whole:
-            self._log_untiled(places.why_whole)
-        if places.why_whole or not places.names:
+        arguments = TokenArguments(args, kwargs)
+        if arguments.why_whole:
+            self._log_untiled(arguments.why_whole)
+        if arguments.why_whole or not arguments.names:
             return self.original(*args, **kwargs)
-        tensors = places.take()
+        tensors = arguments.take()
 
         def call(tiles: list[Tensor]) -> Any:
-            tile_args, tile_kwargs = places.fill(tiles)
+            tile_args, tile_kwargs = arguments.fill(tiles)
             return original(*tile_args, **tile_kwargs)
 
         if self.setting.experts:
             chain = Chain(((self.setting.name, module),), "experts")
         elif len(args) > 1 or kwargs:
-            chain = Chain(((self.setting.name, module),), arguments=places, call=places.key)
+            chain = Chain(((self.setting.name, module),), arguments=arguments, call=arguments.key)
         else:
             chain = Chain(((self.setting.name, module),))
-        mode = mode_of(tensors, places.constants()) if places.whole else None
+        mode = mode_of(tensors, arguments.constants()) if arguments.whole else None
         return self.run(
             chain, tensors, call, lambda: self.original(*args, **kwargs), mode=mode, computed=computed,
             unpacked=unpacked,
@@ -661,8 +661,8 @@ class TiledForward(Installed):
     def _outside_parametrizations(
         self,
     ) -> tuple[nn.Module, Callable[..., Any], dict[str, Tensor], Weights | None]:
-        """A view of the module without its parametrisations, its forward, and the weights that they compute."""
-        # PEFT's target_parameters adds the parametrisations for the length of a call; the recompute comes later.
+        """(view without parametrisations, its forward, the weights that they compute, how to compute packed ones)."""
+        # PEFT's target_parameters registers the parametrisations for one call only; the recompute runs after it.
         module = self.module
         if self._view is None:
             self._view = object.__new__(type_before_parametrizations(module))
@@ -674,7 +674,7 @@ class TiledForward(Installed):
         originals = {name: parametrization.original for name, parametrization in module.parametrizations.items()}
         attributes[PARAMETERS] = {**parameters_of(module), **originals}
         forward = getattr(own_forward(module), "__func__", type(view).forward)
-        # Saved with the inputs, dense weights of all layers would wait for the backward without a checkpoint.
+        # Without a checkpoint, dense weights that are saved as inputs would stay in memory for all layers at once.
         packed = {f"0.{name}": by for name, by in module.parametrizations.items() if is_packed(by)}
         computed = {f"0.{name}": getattr(module, name) for name in originals if f"0.{name}" not in packed}
 
@@ -684,7 +684,7 @@ class TiledForward(Installed):
         return view, partial(forward, view), computed, unpacked if packed else None
 
     _view: nn.Module | None = None
-    """The module as it is outside its parametrisations; the same at every call, as a proof rests on it."""
+    """A view of the module without parametrisations; one object for all calls, since proofs compare it."""
 
 
 def _argument_per_sequence(modules: Iterable[nn.Module]) -> str:

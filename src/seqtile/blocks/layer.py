@@ -1,9 +1,9 @@
 """A decoder layer whose block is tiled together with its neighbours.
 
 The layer's own ``forward`` runs unchanged, on a shallow view of the layer in which stand-ins take the members' places.
-They hand on a placeholder, which nothing but the next member may read, and the last one computes everything tile by
-tile. So a forward that now does anything else with these results than when it was traced is an error. Modules are
-looked up at each call, so adapters added later take part.
+Each stand-in returns a placeholder that only the next member may read, and the last one computes all members tile by
+tile. A forward that uses a placeholder in any other way than its trace did raises an error. Modules are looked up at
+each call, so adapters that were added later run too.
 """
 
 from __future__ import annotations
@@ -91,13 +91,13 @@ class _MemberCall(functools.partial[Any]):
 
 
 class Members:
-    """The members of one tile while the layer's forward calls them one after another.
+    """Stand-ins for the members, which the layer's forward calls in order before they are computed in tiles.
 
     Args:
         owner: class of the layer.
-        events: names of what is called, in order; ``"+"`` for the sum with the input; numbers' names for functional
-            dropouts.
-        probabilities: those of the names that are probabilities of functional dropouts.
+        events: the expected calls, in order: a member's name, ``"+"`` for the sum with the input, or the name of the
+            layer's attribute with the probability of a functional dropout.
+        probabilities: the names in ``events`` of such attributes.
         finish: computes the result from the inputs and the probabilities with which the layer called dropout.
     """
 
@@ -107,7 +107,7 @@ class Members:
     ) -> None:  # fmt: skip
         self.owner, self.events, self.probabilities, self.finish = owner, events, probabilities, finish
         self.stand_ins: dict[str, Callable[..., Any]] = {}
-        """The replacement of each member's forward."""
+        """The stand-in of each member, by its name."""
         for name in events:
             if name != "+" and name not in probabilities:
                 self.stand_ins[name] = _MemberCall(self._call, name)
@@ -115,13 +115,13 @@ class Members:
 
     def _begin(self) -> None:
         self.at, self.inputs, self.versions = 0, list[Tensor](), list[int]()
-        self.held: Any = None
+        self.placeholder: Any = None
         self.context: tuple[bool, ...] | None = None
         self.dropped: dict[str, float] = {}
 
     def _call(self, name: str, hidden_states: Tensor, /, *others: Tensor) -> Any:
         first = self.at == 0 and not isinstance(hidden_states, Placeholder)
-        if not first and hidden_states is not self.held:
+        if not first and hidden_states is not self.placeholder:
             self.refuse()
         tensors = [hidden_states, *others] if first else others
         self.inputs += tensors
@@ -135,11 +135,11 @@ class Members:
         if func in (_DROPOUT, F.dropout) and expected in self.probabilities:
             call = inspect.signature(_DROPOUT).bind(*args, **kwargs)
             call.apply_defaults()
-            if call.arguments["input"] is self.held:
+            if call.arguments["input"] is self.placeholder:
                 self.dropped[expected] = float(call.arguments["p"]) if call.arguments["training"] else 0.0
                 return self._step(expected)
         if expected == "+" and name in _SUMS and len(args) == 2 and not kwargs:
-            if any(value is self.held for value in args) and any(value is self.inputs[0] for value in args):
+            if any(value is self.placeholder for value in args) and any(value is self.inputs[0] for value in args):
                 return self._step(expected)
         return self.refuse()
 
@@ -152,13 +152,13 @@ class Members:
         self.at += 1
         if self.at < len(self.events):
             x = self.inputs[0]
-            self.held = make_wrapper_subclass(Placeholder, x.shape, dtype=x.dtype, device=x.device)
-            self.held.sequence = self
-            return self.held
+            self.placeholder = make_wrapper_subclass(Placeholder, x.shape, dtype=x.dtype, device=x.device)
+            self.placeholder.sequence = self
+            return self.placeholder
         inputs, dropped = self.inputs, self.dropped
         for tensor, version in zip(inputs, self.versions, strict=True):
             if not tensor.is_inference() and version_of(tensor) != version:
-                self.refuse()  # the members have not run yet, and would read what it is now
+                self.refuse()  # written in place since; the members run only now, and would read the new values
         self._begin()
         return self.finish(inputs, dropped)
 
@@ -233,7 +233,7 @@ class TiledLayer(Installed):
         self.names = [name for name in neighbours.names if name != neighbours.dropout]
         """Children of the layer that run inside the tile, in order."""
         self._events = [*neighbours.names]
-        """The calls of the layer's forward, in order."""
+        """The calls that the layer's forward makes, in order."""
         if neighbours.closing:
             self._events.insert(-1, "+")
         self._probabilities = [name for name in neighbours.names if isinstance(getattr(layer, name), (int, float))]
@@ -251,8 +251,8 @@ class TiledLayer(Installed):
     """Attention of the same layer that runs its norm itself."""
 
     attention_ran: frozenset[str] | None = None
-    """Operators of attention in the layer's first call with gradients, none for plain products; None where there was
-    no such call, or no attention in it."""
+    """Attention operators in the layer's first call with gradients, empty for plain products; None before that call, or
+    if it ran no attention."""
 
     _watched = False
 
@@ -277,9 +277,9 @@ class TiledLayer(Installed):
         """Run the layer's own forward on a view that has stand-ins for the members.
 
         Args:
-            args: the call's positional arguments.
-            kwargs: the call's keyword arguments.
-            chunk: the layer as one chunk of its sequence sees it, from :mod:`seqtile.chunks`.
+            args: positional arguments of the call.
+            kwargs: keyword arguments of the call.
+            chunk: the view of the layer that runs one chunk of its sequence, from :mod:`seqtile.chunks`, or None.
         """
         module = self.refuse_copies()
         layer = module if chunk is None else chunk
@@ -300,14 +300,14 @@ class TiledLayer(Installed):
             result = self._run_layer(view, forward, args, kwargs) if chunk is None else forward(*args, **kwargs)
         finally:
             changed = {name: value for name, value in view.__dict__.items() if value is not attributes.get(name, view)}
-            layer.__dict__.update(changed)  # what the forward sets on itself belongs to the layer
+            layer.__dict__.update(changed)  # attributes that the forward sets belong to the layer
             for name in attributes.keys() - view.__dict__.keys():
                 del layer.__dict__[name]
         sequence.check_end((result, changed))
         return result
 
     def _why_apart(self, layer: nn.Module) -> str:
-        """Why the members cannot run in one tile now, or ""."""
+        """Why the members cannot run in one tile at this call, or ""."""
         if getattr(type(layer).forward, "__code__", None) is not self._code:
             return "its forward differs from the one that seqtile read"
         if any(HOOKS_OF_ALL) and (hook := hook_on_every_module()):
@@ -324,12 +324,12 @@ class TiledLayer(Installed):
         return f"{', '.join(hooked)} has hooks" if hooked else ""
 
     def _apart(self, reason: str, layer: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run the layer's own forward: the block alone in tiles, an inline block untiled."""
+        """Run the layer's own forward, in which the block alone is tiled and an inline block is not."""
         self.check()
-        alone = "untiled" if self.inline else "without its neighbours in the tile"
-        news = f"runs {alone}: {reason}"
-        if self.is_news(news):
-            logger.warning("%s %s", type(layer).__name__, news)
+        how = "untiled" if self.inline else "without its neighbours in the tile"
+        message = f"runs {how}: {reason}"
+        if self.is_news(message):
+            logger.warning("%s %s", type(layer).__name__, message)
         if layer is not self.module:
             return type(layer).forward(layer, *args, **kwargs)
         view = self.attention.view(layer) if self.attention else None
@@ -340,26 +340,26 @@ class TiledLayer(Installed):
     def _run_layer(
         self, layer: nn.Module, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Run the layer's forward, under a long mask without the kernel that is wrong then (recompute too)."""
+        """Run the layer's forward and its recompute, without the attention kernel that is wrong under a long mask."""
         if not has_long_mask((*args, *kwargs.values())):
-            return forward(*args, **kwargs) if self._watched else self._looked_at(forward, args, kwargs)
+            return forward(*args, **kwargs) if self._watched else self._record_attention(forward, args, kwargs)
         forward = functools.partial(without_wrong_kernel, forward)
         attributes = layer.__dict__
         checkpoint = attributes.get(CHECKPOINT_FUNCTION)
         if checkpoint is None:
-            return self._looked_at(forward, args, kwargs)
+            return self._record_attention(forward, args, kwargs)
 
         def checkpoint_without_wrong_kernel(function: Any, *args: Any, **kwargs: Any) -> Any:
             return checkpoint(functools.partial(without_wrong_kernel, function), *args, **kwargs)
 
-        # Transformers' forward calls it inside, and the recompute comes back there.
+        # Transformers' layers checkpoint inside their forward, so the recompute must run without that kernel too.
         attributes[CHECKPOINT_FUNCTION] = checkpoint_without_wrong_kernel
         try:
-            return self._looked_at(forward, args, kwargs)
+            return self._record_attention(forward, args, kwargs)
         finally:
             attributes[CHECKPOINT_FUNCTION] = checkpoint
 
-    def _looked_at(self, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def _record_attention(self, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run the layer's forward, and record its attention operators at the first call with gradients."""
         if self._watched or not torch.is_grad_enabled() or active_fake_mode() is not None:
             return forward(*args, **kwargs)
@@ -385,26 +385,21 @@ class TiledLayer(Installed):
         return inner
 
     def chain(self, layer: nn.Module, dropped: Mapping[str, float]) -> Chain:
-        """The chain that runs in the tile at this call.
-
-        Args:
-            layer: the layer.
-            dropped: probability of each functional dropout in this call.
-        """
-        names = self.neighbours
-        norm_before = getattr(layer, names.before) if names.before else None
-        after = getattr(layer, names.after) if names.after else None
-        closing = getattr(layer, names.closing) if names.closing else None
+        """The chain that runs in the tile at this call; ``dropped`` has each functional dropout's probability."""
+        parts = self.neighbours
+        norm_before = getattr(layer, parts.before) if parts.before else None
+        after = getattr(layer, parts.after) if parts.after else None
+        closing = getattr(layer, parts.closing) if parts.closing else None
         members = []
-        for name in names.members:
+        for name in parts.members:
             members.append((name, dropped[name] if name in dropped else getattr(layer, name)))
-        probability = dropped.get(names.dropout, 0.0)
+        probability = dropped.get(parts.dropout, 0.0)
         return Chain(tuple(members), self.kind, norm_before, after, probability, closing, any(dropped.values()))
 
     def _compute(self, layer: nn.Module, inputs: list[Tensor], dropped: Mapping[str, float]) -> Any:
         chain = self.chain(layer, dropped)
         block = None
-        if not self.inline:  # the block's own stand-in would tile inside the tile
+        if not self.inline:  # the block's own replacement would tile inside the tile
             block = chain.members[0][1]
             installed = block.__dict__.get("forward") if isinstance(block, nn.Module) else None
             block = installed.original if isinstance(installed, TiledForward) else block
@@ -416,7 +411,7 @@ class TiledLayer(Installed):
 
 
 def tiled_layer(layer: nn.Module) -> TiledLayer | None:
-    """What runs the layer's block and its neighbours in tiles, be it in chunks of the sequence or not."""
+    """The forward that tiles the layer's block and its neighbours, also where another technique's is put over it."""
     forward = layer.__dict__.get("forward")
     while isinstance(forward, Installed) and not isinstance(forward, TiledLayer):
         forward = forward.before.get("forward")
@@ -437,7 +432,7 @@ class TiledPair(TiledLayer):
 
 
 def _rotary_stand_ins(layer: nn.Module, x: Any) -> dict[str, Callable[..., Any]]:
-    """Attention whose rotary embedding runs by a kernel, for devices that have one; empty where attention has hooks."""
+    """Views of attention modules without hooks, whose rotary embedding runs by the device's kernel, if it has one."""
     if not isinstance(x, Tensor) or rotary.ROTARY_BY_DEVICE.get(x.device.type, rotary.ROTARY_KERNELS) is None:
         return {}
     stand_ins: dict[str, Callable[..., Any]] = {}

@@ -1,9 +1,9 @@
 """Other position-wise parts of a layer: norms outside the MLP's tile, and attention's projections.
 
-A norm written in Python makes ten passes over fp32 tensors, and keeps its input and the normalised states in fp32 until
-its backward. On accelerators one of a known formula runs whole, as one kernel (:class:`KernelNorm`); elsewhere it runs
-as it is, or in tiles, where it keeps its input alone. A projection keeps its input alone, so that tiles free nothing
-there, unless an adapter casts the input or drops parts of it: then each projection keeps a copy of its own.
+A norm written in Python makes ten passes over fp32 tensors, and saves its input and the normalised states in fp32 for
+its backward. On accelerators a norm of a known formula runs as one kernel (:class:`KernelNorm`). Elsewhere it runs
+unchanged, or in tiles, which save its input alone. A projection saves its input alone, so tiles free nothing there
+unless an adapter casts or drops parts of the input: each projection then saves a copy of its own.
 """
 
 from __future__ import annotations
@@ -34,15 +34,14 @@ from seqtile.recognise.widths import linear_widths
 from seqtile.tiling import KeepRule, TileRule
 
 FUSED_NORMS = ("torch.", "liger_kernel.", "apex.")
-"""Packages whose norms keep their input and one number per token, so that tiles would free nothing."""
-
+"""Packages whose norms save their input and one number per token, so that tiles would free nothing."""
 
 ROWS_AUTO = TileRule("auto", 4)
-"""Longer tiles than a frozen MLP's: what runs in them is short, and each tile costs its kernels' start."""
+"""Longer tiles than a frozen MLP's: a norm or projection is short work, and each tile costs its kernels' launches."""
 
 
 class TiledRows(TiledForward):
-    """``forward`` of a norm or a projection over tiles of tokens: a norm of a known formula by its own operator."""
+    """``forward`` of a norm or a projection over tiles of tokens; a known norm runs by the norm operator."""
 
 
 class KernelNorm(TiledRows):
@@ -76,7 +75,7 @@ class KernelNorm(TiledRows):
             return None
         if x.is_nested or transform_level() is not None or in_forward_mode():
             return None
-        if self._gave_up is None:  # for good: a checkpoint's recompute must not take another way than its forward
+        if self._gave_up is None:  # read once: a checkpoint's recompute must run the same kernel as its forward
             self._gave_up = kernels.failed
         if self._gave_up:
             return None
@@ -109,9 +108,9 @@ class Rows:
 def find_norms(
     model: nn.Module, blocks: Sequence[Candidate], trusted: Trusted, *, whole: bool
 ) -> tuple[list[Rows], list[Left]]:
-    """Norms of the layers around ``blocks`` that have a kernel, and those that have none.
+    """Find norms of the layers around ``blocks``: (norms that have a kernel, norms that have none).
 
-    Those of the hidden states outside the blocks' tiles, and those of queries and keys.
+    These are norms of hidden states outside the blocks' tiles, and norms of queries and keys.
 
     Args:
         model: the model, its blocks tiled already.
@@ -160,7 +159,7 @@ def find_norms(
 
 
 def install_norms(norms: Iterable[Rows], trusted: Trusted) -> None:
-    """Have each norm run by its kernel where it is on a device that has one."""
+    """Install the forward that runs a norm by the device's kernel, if there is one."""
     for norm in norms:
         setting = Setting(
             TileRule("auto"), KeepRule("share", 0.0, 1), "auto", norm.hidden, norm.width, name=norm.name,
@@ -175,7 +174,7 @@ def find_rows(model: nn.Module, blocks: Sequence[Candidate], besides: Sequence[s
     Args:
         model: the model, its blocks tiled already.
         blocks: position-wise blocks; their layers are looked through.
-        besides: names of modules that run in another operator, attention and the norm before it.
+        besides: names of modules that run in an operator already, as head-wise attention does with the norm before it.
         whole: also norms beside the list of layers, such as the one before the head.
     """
     rows: dict[str, Rows] = {}
@@ -220,7 +219,7 @@ def find_rows(model: nn.Module, blocks: Sequence[Candidate], besides: Sequence[s
 
 
 def tile_rows(rows: Iterable[Rows], rule: TileRule, path: str = "auto") -> None:
-    """Install the tiled forwards; by the generic operator alone where ``path`` is ``"generic"``."""
+    """Install the tiled forwards; ``path="generic"`` excludes the norm operator."""
     for row in rows:
         rule = replace(rule, part="norm" if row.is_norm else "projection")
         setting = Setting(rule, KeepRule("share", 0.0, 1), "generic", row.hidden, row.width, name=row.name)
@@ -237,8 +236,8 @@ def norms_by_kernel(model: nn.Module) -> int:
 
 
 def follow_adapters(model: nn.Module) -> list[TiledRows]:
-    """Tile each adapter's layer in place of the projection that it has wrapped since, so that all of it is in tiles."""
-    moved = []
+    """Tile each adapter's layer in place of the tiled projection inside it, so that the adapter is tiled too."""
+    retiled = []
     for module in model.modules():
         base = module
         while (inner := children_of(base).get("base_layer")) is not None:
@@ -253,19 +252,19 @@ def follow_adapters(model: nn.Module) -> list[TiledRows]:
         tiled.fuses_norms = forward.fuses_norms
         tiled.install()
         mark_leaf(module)
-        moved.append(tiled)
-    return moved
+        retiled.append(tiled)
+    return retiled
 
 
 def adapted_since(model: nn.Module) -> int:
-    """Count the tiled projections that an adapter has wrapped since."""
+    """Count the tiled projections that an adapter has wrapped after they were tiled."""
     return sum(
         name.endswith(".base_layer") and isinstance(module.__dict__.get("forward"), TiledRows)
         for name, module in model.named_modules()
     )
 
 
-def words_for(rows: Sequence[Rows]) -> str:
+def describe_rows(rows: Sequence[Rows]) -> str:
     """``"33 norms and 128 projections"``, or ""."""
     norms = sum(row.is_norm for row in rows)
     counts = [(norms, "norm"), (len(rows) - norms, "projection")]
