@@ -53,8 +53,8 @@ class Candidate:
         hidden: width of its input.
         intermediate: width of its widest tensor, per token.
         layer: qualified name of the layer around it, or "".
-        neighbours: what runs before and after it in that layer, and in the same tile.
-        why: what proves that it is position-wise.
+        neighbours: the children of that layer that run before and after it in the same tile.
+        why: how it was proven to be position-wise.
         proof: the proof; None for a block that the caller vouches for.
         trusted: whether its caller vouches for its code.
     """
@@ -130,9 +130,9 @@ def find_blocks(
         with for_training(model):
             judged = _judged(model, candidate, trusted)
             if isinstance(judged, Left) and parameters_of(module):  # its linear layers may still form an MLP
-                inside_it = _called_in_a_row(name, module, traces)
-                again = _judged(model, inside_it, trusted) if inside_it is not None else judged
-                judged = again if isinstance(again, Candidate) else judged
+                inner = _called_in_a_row(name, module, traces)
+                judged_inner = _judged(model, inner, trusted) if inner is not None else judged
+                judged = judged_inner if isinstance(judged_inner, Candidate) else judged
         (blocks if isinstance(judged, Candidate) else left).append(judged)  # type: ignore[arg-type]
         if isinstance(judged, Candidate) and not judged.in_layer:
             if not name:
@@ -142,7 +142,7 @@ def find_blocks(
 
 
 class LayerTraces:
-    """The steps of each layer's forward, traced once for layers of one kind; of custom layers if they are trusted."""
+    """Traces of layers' forwards, one for all layers of a kind; a custom layer is traced only if it is trusted."""
 
     def __init__(self, modules: Mapping[str, nn.Module], trusted: Trusted = lambda name, module: False) -> None:
         self.modules = modules
@@ -153,10 +153,10 @@ class LayerTraces:
         if not is_known_module(layer) and id(layer) not in self._trusted:
             return None
         plain = plain_children(layer, blocks)
-        numbers = tuple(
+        settings = tuple(
             (k, v) for k, v in vars(layer).items() if isinstance(v, (int, float, str, bool)) and k != "layer_idx"
         )
-        key = (type(layer) if type(layer).__module__.startswith("transformers.") else id(layer), numbers, hidden,
+        key = (type(layer) if type(layer).__module__.startswith("transformers.") else id(layer), settings, hidden,
                tuple(plain.items()), tuple(type(child) for child in layer.children()))  # fmt: skip
         if key not in self._known:
             self._known[key] = layer_steps(layer, hidden, plain)
@@ -199,17 +199,17 @@ def _judged(model: nn.Module, block: Candidate, trusted: Trusted) -> Candidate |
     layer = model.get_submodule(block.layer) if block.name or block.in_layer else None
     trusts = trusted(block.name, block.module)
     whole, unfollowed = block.neighbours, replace(block.neighbours, after="", dropout="", closing="")
-    # With fewer neighbours next: one that reads other tokens must not take the block out of its tiles.
+    # Then with fewer neighbours: a neighbour that reads other tokens must not leave the block untiled.
     for neighbours in dict.fromkeys((whole, unfollowed, replace(whole, before=""), replace(unfollowed, before=""))):
         chain = chain_of(layer, block, neighbours)
         proof = prove(chain, expected_mode(chain, block.hidden), trusted=trusts)
         if not proof.why_not:
             return replace(block, neighbours=neighbours, why=proof.how, proof=proof, trusted=trusts)
-    if block.kind == "mlp" and not proof.refuted:  # the second of two linear layers may be the first
-        turned = prove(chain, expected_mode(chain, block.intermediate), trusted=trusts)
-        if not turned.why_not:
+    if block.kind == "mlp" and not proof.refuted:  # of two linear layers, the second child may run first
+        swapped = prove(chain, expected_mode(chain, block.intermediate), trusted=trusts)
+        if not swapped.why_not:
             block = replace(block, hidden=block.intermediate, intermediate=block.hidden)
-            return replace(block, neighbours=neighbours, why=turned.how, proof=turned, trusted=trusts)
+            return replace(block, neighbours=neighbours, why=swapped.how, proof=swapped, trusted=trusts)
     if proof.refuted:
         return Left(block.name, class_name, f"not position-wise: {proof.why_untiled(block.name)}")
     if trusts:
@@ -246,7 +246,9 @@ def _classify(name: str, module: nn.Module, traces: LayerTraces) -> Candidate | 
             neighbours = around(parent, steps, child)
         return Candidate(name, "mlp", module, *widths, layer, neighbours)
     if (widths := experts_widths(module)) is not None:
-        layer = re.sub(r"(\.base_layer)+$", "", name).rpartition(".")[0]  # beside PEFT's wrappers of the experts
+        layer = re.sub(r"(\.base_layer)+$", "", name).rpartition(".")[
+            0
+        ]  # the layer around PEFT's wrappers of the experts
         return Candidate(name, "experts", module, *widths, layer, Neighbours())
     return _called_in_a_row(name, module, traces)
 
@@ -280,7 +282,7 @@ def _vouched(name: str, module: nn.Module) -> Candidate | None:
 
 
 def _unread(name: str, module: nn.Module) -> str:
-    """Why a layer whose linear layers resemble an MLP has none; "" without a resemblance."""
+    """Why a module whose linear layers resemble an MLP is not one, or "" if they do not."""
     if not children_of(module):
         matrices = _matrices(module)
         paired = [shape for shape in matrices if matrices.count(shape) > 1 or shape[::-1] in matrices]
@@ -290,7 +292,9 @@ def _unread(name: str, module: nn.Module) -> str:
         return "its matrices are bare parameters, not linear layers; use tile_module"
     if len(children_of(module)) < 2 or type(module).forward in (nn.Module.forward, nn.Sequential.forward):
         return ""
-    if looks_like_attention(name, module) or linear_widths(module) is not None:  # an adapter's two are inside
+    if (
+        looks_like_attention(name, module) or linear_widths(module) is not None
+    ):  # it has an adapter's two linear layers as children
         return ""
     for widths_of in (linear_widths, half_widths):
         if two := looks_inline(widths_of_children(module, widths_of)):
@@ -301,8 +305,7 @@ def _unread(name: str, module: nn.Module) -> str:
 def _matrices(module: nn.Module) -> list[tuple[int, ...]]:
     """Shapes of a module's own parameters that may be the matrices of an MLP.
 
-    Not of a recurrent layer, and not scales and shifts: a vector, or a parameter with another one that is called its
-    bias and is as large.
+    It leaves out recurrent layers, and scales and shifts: vectors, and parameters of the same shape as their bias.
     """
     if isinstance(module, nn.RNNBase | nn.RNNCellBase):
         return []

@@ -13,11 +13,11 @@ from torch.nn import functional as F
 from seqtile._compat import MODULES
 
 ViewOf = Callable[[nn.Module], Any]
-"""Gives what is called in a module's place: itself, or a copy of it without memory."""
+"""Returns the module to call for a module: itself, or its copy without memory."""
 
 
 class Arguments(Protocol):
-    """Where the tensors of a call go among its arguments."""
+    """The arguments of a call, in which tiles replace the split tensors."""
 
     @property
     def names(self) -> Sequence[int | str]: ...
@@ -40,16 +40,16 @@ class Chain:
     """Modules and functions that run one after another on hidden states, all of them on one tile.
 
     Attributes:
-        members: the block's modules and functions by name, a number for the probability of a functional dropout.
-        kind: ``"block"``: one module, called without its hooks; ``"experts"``: the same of routed experts;
-            ``"inline"``: several in a row; ``"pair"``: the second takes another tensor beside.
+        members: the block's modules and functions by name; a number is the probability of a functional dropout.
+        kind: ``"block"``: one module, called without its hooks; ``"experts"``: likewise, of routed experts;
+            ``"inline"``: several in a row; ``"pair"``: two modules, of which the second takes another tensor too.
         before: a norm, or None.
         after: a norm or dropout, or None.
         dropout: probability of a functional dropout after the members, 0 without.
         closing: the norm of the sum of input and output, or None.
         training: whether functional dropouts drop.
-        arguments: where the tensors go among the arguments of a lone block, if it was called with more than one.
-        call: identifies that call.
+        arguments: the arguments of a lone block that was called with more than hidden states, or None.
+        call: key of that call.
     """
 
     members: tuple[tuple[str, Any], ...]
@@ -90,7 +90,7 @@ class Chain:
 
         Args:
             tensors: ``[..., D]`` each.
-            view: gives the callable for each module.
+            view: returns the callable for each module.
             call: replaces a lone block's forward.
         """
         x = tensors[0]
@@ -124,8 +124,8 @@ class Chain:
         }  # fmt: skip
         return {**functions, **block.__dict__[MODULES]}
 
-    def fusable(self) -> str:
-        """Why the fused operator cannot run this chain, by its kind, or ""."""
+    def why_not_fusable(self) -> str:
+        """Why the fused operator cannot run a chain of this kind, or ""."""
         if self.kind == "pair":
             return "its norm reads another tensor beside the MLP's output"
         if self.closing is not None:
@@ -152,5 +152,5 @@ def required_arguments(module: nn.Module) -> list[str]:
 
 
 def inputs_of(module: nn.Module) -> int:
-    """How many of these arguments a trace passes: hidden states, and one more."""
+    """How many of the required arguments a trace passes: hidden states, and at most one more."""
     return max(1, min(2, len(required_arguments(module))))

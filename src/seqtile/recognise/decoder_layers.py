@@ -39,7 +39,7 @@ _ATTENTION_NAME = re.compile(r"(^|[._])(attn|attention)$", re.IGNORECASE)
 _ATTENTION_CLASS = re.compile(r"Attention|Attn")
 _LAYER_CLASS = re.compile(r"(Layer|Block)$")
 NOT_LANGUAGE = re.compile(r"(^|\.)(visual|vision|image|audio|speech|vq)[^.]*(\.|$)")
-"""Names of the parts of a model that see pictures or sound."""
+"""Names of the parts of a model that process pictures or sound."""
 
 _PREDICTION_NAME = re.compile(r"(^|_)(mtp|nextn|multi_token_pred)", re.IGNORECASE)
 _PREDICTION_CLASS = re.compile(r"(MTP|Mtp|NextN|MultiTokenPrediction)(Layer|Block|Head|Module|Predictor|Model)?$")
@@ -70,7 +70,7 @@ class DecoderLayer:
     Attributes:
         name: qualified name.
         class_name: its class.
-        mixers: attention and states in it, none where it is an MLP alone.
+        mixers: attention and states in it; empty for a layer with an MLP alone.
     """
 
     name: str
@@ -120,18 +120,18 @@ def states_of(model: nn.Module) -> dict[str, list[str]]:
 
 
 def looks_like_attention(name: str, module: nn.Module) -> bool:
-    """Whether the last part of its name, or its class's name, contains the word.
+    """Whether the last part of a module's name, or its class's name, contains "attn" or "attention".
 
-    Wider than :func:`kind_of` on purpose. A match here keeps a module from being taken for an MLP, or has it examined
-    as attention: one too many leaves something untiled. A match of :func:`kind_of` ends the search inside a module,
-    so one too many, such as a decoder layer called ``AttentionBlock``, would hide the states in it.
+    This is wider than :func:`kind_of` on purpose. A false match here leaves a module untiled, since it is examined as
+    attention and not as an MLP. A false match of :func:`kind_of`, such as a decoder layer called ``AttentionBlock``,
+    would hide the states inside the module, which is not searched any further.
     """
     return bool(_ATTENTION_WORD.search(f"{name.rpartition('.')[2]} {type(module).__name__}"))
 
 
 def kind_of(name: str, module: nn.Module) -> str:
     """The kind of mixer that a module is, or ""."""
-    if isinstance(module, torch.jit.ScriptModule):  # whose parameters are in no dictionary
+    if isinstance(module, torch.jit.ScriptModule):  # it keeps its parameters in no dictionary
         return ""
     if state := named_state(module):
         return state

@@ -28,14 +28,14 @@ from seqtile.recognise.widths import linear_widths
 
 @dataclass(frozen=True)
 class Formula:
-    """Which of its children a block calls, and how: ``down(act(gate(x)) * up(x))`` or ``down(act(up(x)))``.
+    """The children that a block calls, and how: ``down(act(gate(x)) * up(x))`` or ``down(act(up(x)))``.
 
     Attributes:
         first: names of gate and up, of gate_up, or of up.
         down: name of the down projection.
-        activation: a known one, or None: the child or attribute ``function``.
-        form: how the block writes a known one.
-        function: name of the activation on the module, where it is no known one.
+        activation: the known activation, or None if it is the block's child or attribute ``function``.
+        form: the spelling of the known activation that the block uses, or None.
+        function: name of an activation that is not known, or "".
         gated: whether there is a gate.
         up_first: order of the halves of gate_up.
         dropout: name of the dropout on the output that drops now, or "".
@@ -103,7 +103,7 @@ def formula_of(chain: Chain, graph: Graph, tracer: Tracer) -> Formula | str:
             reasons.append(why)
         except Untraceable as error:
             reasons.append(str(error))
-        except Exception:  # noqa: BLE001 - a function that wants something else than rows is no activation
+        except Exception:  # noqa: BLE001 - a function that fails on rows is no activation
             continue
     return why if why in reasons or not reasons else reasons[0]
 
@@ -129,7 +129,7 @@ def _computes(chain: Chain, formula: Formula, graph: Graph, tracer: Tracer, trai
 
 
 def _with_norms(chain: Chain, formula: Formula, graph: Graph, tracer: Tracer, trained: set[str]) -> Formula:
-    """The formula with its norms' formulas, those with which its trace still equals the chain's."""
+    """Add to the formula each norm's formula with which its trace still equals the chain's."""
     for is_after, norm in enumerate((chain.before, chain.after)):
         for norm_formula in _norms(norm) if norm is not None else ():
             formula_before, formula_after = formula.norms
@@ -164,7 +164,7 @@ def norm_of(chain: Chain, graph: Graph, tracer: Tracer) -> NormFormula | None:
 
 
 def _norms(module: nn.Module) -> Iterator[NormFormula]:
-    """Norm formulas: each way to write one, with each epsilon that it has."""
+    """Candidate formulas of a norm: each known spelling, with each number of the module as epsilon."""
     shapes = [weight.dim() for _, weight in named_weights(module)]
     if len(shapes) > 2 or any(dim != 1 for dim in shapes) or next(module.children(), None) is not None:
         return

@@ -1,4 +1,4 @@
-"""Tell code of known libraries, which is traced and trusted, from custom code, which is left untiled."""
+"""Distinguish the code of known libraries, which is traced, from custom code, which is left untiled."""
 
 from __future__ import annotations
 

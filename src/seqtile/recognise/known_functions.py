@@ -1,11 +1,11 @@
-"""Library functions whose formula is known: plain twins of those that no CPU runs, and rotary embeddings.
+"""Library functions whose formula is known: plain twins of kernels that no CPU runs, and rotary embeddings.
 
 Liger replaces ``apply_rotary_pos_emb`` of a transformers module by its own, which every forward of that module then
-calls. A twin takes its place in a trial on the CPU alone, in a copy of the forward with globals of its own; at run time
-the kernel runs. ``tests/numerics/test_known_functions.py`` compares every twin with the kernel in Triton's interpreter.
+calls. A trial on the CPU calls a twin instead, in a copy of the forward with globals of its own; at run time the kernel
+runs. ``tests/numerics/test_known_functions.py`` compares every twin with the kernel in Triton's interpreter.
 
-A model's own ``apply_rotary_pos_emb`` that a trial shows to rotate the halves of a head is left out of such a copy for
-:func:`seqtile.ops.rotary.rotary`. The library's module stays as it is.
+If a trial shows that a model's own ``apply_rotary_pos_emb`` rotates the halves of a head, such a copy calls
+:func:`seqtile.ops.rotary.rotary` instead. The library's module is not changed.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def _rotary(
 
     def rotate(x: Tensor) -> Tensor:
         first, second = (half_of_x.to(cos.dtype) for half_of_x in (x[..., :half], x[..., half : 2 * half]))
-        turned = torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
-        return torch.cat([turned.to(x.dtype), x[..., 2 * half :]], -1)
+        rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+        return torch.cat([rotated.to(x.dtype), x[..., 2 * half :]], -1)
 
     return rotate(q), rotate(k)
 
@@ -52,7 +52,7 @@ TWINS: dict[str, Callable[..., Any]] = {
     "liger_kernel.transformers.rope.liger_rotary_pos_emb": _rotary,
     "liger_kernel.transformers.rope.liger_rotary_pos_emb_gpt_oss": _rotary_of_gpt_oss,
 }
-"""By module and name. Each of these kernels writes into contiguous arguments."""
+"""Twins by the kernel's module and name. Each of these kernels overwrites contiguous arguments."""
 
 
 def twins_for(forward: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
@@ -135,7 +135,7 @@ def _rotates_halves(function: Callable[..., Any]) -> str:
                 results = function(q, k, cos, sin)
                 if len(results) != 2 or not all(map(torch.allclose, results, expected)):
                     return ""
-                narrow = {result.dtype for result in function(q.bfloat16(), k.bfloat16(), cos.float(), sin.float())}
+                dtypes = {result.dtype for result in function(q.bfloat16(), k.bfloat16(), cos.float(), sin.float())}
             except Exception:  # noqa: BLE001 - it takes other arguments
                 return ""
-    return {torch.float32: PROMOTES, torch.bfloat16: CASTS_BACK}[narrow.pop()] if len(narrow) == 1 else ""
+    return {torch.float32: PROMOTES, torch.bfloat16: CASTS_BACK}[dtypes.pop()] if len(dtypes) == 1 else ""

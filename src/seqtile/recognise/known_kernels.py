@@ -1,9 +1,9 @@
 """Plain twins of library modules whose forward no trace can follow: Triton kernels and quantised weights.
 
 A twin has the children, parameters and settings of its module and a forward in plain operators. It takes the module's
-place in traces alone; at run time the module itself runs, or the fused operator. The table is read by the name of the
-forward function, so that Liger's instances, its classes in a model's source and what is derived from them are all
-known, and no library is imported. ``tests/numerics/test_known_kernels.py`` compares every entry with the real module.
+place in traces alone; at run time the module itself runs, or the fused operator. The table's keys are names of forward
+functions, so it covers instances that Liger has patched, its classes in a model's source and their subclasses, and
+imports no library. ``tests/numerics/test_known_kernels.py`` compares every entry with the real module.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _below_stand_ins(forward: Any) -> Any:
 def _hooks(module: nn.Module) -> tuple[Any, ...]:
     """accelerate's hooks on a module."""
     hook = module.__dict__.get(HOOKING)
-    return () if hook is None else getattr(hook, "hooks", (hook,))  # those of a SequentialHook
+    return () if hook is None else getattr(hook, "hooks", (hook,))  # a SequentialHook has several
 
 
 def is_offloaded(module: nn.Module) -> bool:
@@ -60,7 +60,7 @@ def _forward_name(module: nn.Module) -> str:
     """Qualified name of the function that is the module's forward."""
     forward: Any = own_forward(module) or type(module).forward
     function = getattr(forward, "__func__", forward)
-    # Not its __module__, which functools.wraps gives to a function around it.
+    # Not __module__, which functools.wraps copies to the wrapper.
     home = getattr(function, "__globals__", {}).get("__name__", "")
     return f"{home}.{getattr(function, '__qualname__', '')}"
 
@@ -77,7 +77,7 @@ def has_twin(module: nn.Module) -> bool:
 
 
 def parts_by_liger(model: nn.Module) -> list[str]:
-    """Which of rotary embedding and norms Liger's kernels run in a model, on the instances or by its modules' names."""
+    """The parts that Liger's kernels run in a model (rotary embedding, norms), patched on instances or in modules."""
     homes = {type(module).__module__ for module in model.modules()}
     functions = [getattr(sys.modules.get(home), "apply_rotary_pos_emb", None) for home in homes]
     rotary = any(str(getattr(function, "__module__", "")).startswith("liger_kernel.") for function in functions)
@@ -90,7 +90,7 @@ def parts_by_liger(model: nn.Module) -> list[str]:
 
 
 def tiled_by_liger(module: nn.Module) -> bool:
-    """Whether the module cuts its tokens into tiles by itself."""
+    """Whether the module is one of Liger's tiled MLPs."""
     return _forward_name(module).startswith("liger_kernel.transformers.tiled_mlp.")
 
 
@@ -98,7 +98,7 @@ Twin = TypeVar("Twin", bound=nn.Module)
 
 
 def _with_state(twin_class: type[Twin], module: nn.Module) -> Twin:
-    """A module of this class with the state of another, without that instance's own methods."""
+    """An instance of ``twin_class`` with the attributes of ``module``, except a forward of its own."""
     twin = object.__new__(twin_class)
     twin.__dict__.update(module.__dict__)
     for name in ("forward", HOOKED_FORWARD):
@@ -192,7 +192,7 @@ def _rms_norm(module: Any) -> nn.Module | None:
 
 
 class DenseLinear(nn.Linear):
-    """A frozen linear layer that computes in a dtype of its own, autocast or not, and gives its input's dtype."""
+    """A frozen linear layer that computes in a dtype of its own, autocast or not, and returns its input's dtype."""
 
     compute_dtype: torch.dtype | None
 

@@ -57,13 +57,13 @@ class LayerCall:
 
     Attributes:
         kind: ``"child"``, ``"dropout"`` (a functional one), ``"operator"``, ``"in-place"`` (an operator that changes
-            what it is given), or ``"attribute"`` (of a child).
+            its argument), or ``"attribute"`` (of a child, read).
         name: the child or attribute that was called, the attribute that holds the probability, or the operator.
-        reads: numbers of the tensors that it was given.
-        hidden_states: number of the first of them.
+        reads: numbers of the tensors among its arguments.
+        hidden_states: number of its first argument or ``hidden_states=``, -1 if that is no tensor.
         makes: number of the tensor that it returned, -1 for none or several.
-        plain: whether gradients and autocast were as at the beginning.
-        alone: whether it was given nothing but tensors, a child none by keyword.
+        plain: whether gradient mode and autocast were the same as at the start of the forward.
+        alone: whether all arguments are tensors, and a child's all positional.
     """
 
     kind: str
@@ -105,7 +105,7 @@ class LayerSteps:
 class _Result(Tensor):
     """The result of a stand-in: a tensor that also acts as a tuple of tensors where the code unpacks it.
 
-    Unpacked, it is two tensors, or as many as an earlier run was short of; indexed with a number, it is itself.
+    Unpacking gives two tensors, or the number that an earlier run failed for; an integer index gives the tensor itself.
     """
 
     __torch_function__ = disabled_torch_function
@@ -143,7 +143,7 @@ class _LayerRun(TorchFunctionMode):
     def __init__(self, layer: nn.Module, plain: Mapping[str, int], results: Mapping[str, int]) -> None:
         super().__init__()
         self._results = results
-        self.unpacked: Any = None  # the child whose result was unpacked last
+        self.unpacked: Any = None  # name of the child whose result was unpacked last
         self.steps: list[LayerCall] = []
         self._plain = plain
         self._dropouts: dict[float, str] = {}
@@ -199,11 +199,11 @@ class _LayerRun(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", str(func))
         if name == "__bool__":
-            return False  # "is something infinite?"
+            return False  # code that checks for infinite values
         versions = [(tensor, version_of(tensor)) for tensor in _tensors_in((*args, *kwargs.values()))]
         try:
             result = func(*args, **kwargs)
-        except (RuntimeError, TypeError):  # stand-ins know only their input's shape; recording reads needs none
+        except (RuntimeError, TypeError):  # a stand-in's result may have a wrong shape; the records need none
             tensors = list(_tensors_in((*args, *kwargs.values())))
             if not tensors:
                 raise
@@ -248,7 +248,7 @@ def device_types() -> list[str]:
 
 
 class _ChildStandIn:
-    """Stands for a child; records its call, and every read of its attributes."""
+    """Replaces a child; records its call, and every read of its attributes."""
 
     def __init__(self, name: str, child: nn.Module, run: _LayerRun) -> None:
         self.__dict__.update(_name=name, _child=child, _run_layer=run, _call=run.stand_in(name))
@@ -289,12 +289,12 @@ def layer_steps(layer: nn.Module, hidden: int, plain: Mapping[str, int]) -> Laye
     """The calls in the forward of ``layer`` on hidden states of this width.
 
     Args:
-        layer: the decoder layer; nothing of it is changed, no child of it runs.
+        layer: the decoder layer; it is not changed, and its children do not run.
         hidden: width of its input.
         plain: children that return one tensor, with its width.
 
     Returns:
-        The calls, or None where it cannot be run.
+        The calls, or None if the forward fails with all arguments that were tried.
 
     Cost:
         One to a few milliseconds.
@@ -324,7 +324,7 @@ def layer_steps(layer: nn.Module, hidden: int, plain: Mapping[str, int]) -> Laye
 
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 _UNPACKED = re.compile(r"values to unpack \(expected (\d+)")
-"""Python's words for too many or too few values."""
+"""Python's message about too many or too few values to unpack."""
 
 
 def _run_layer(
@@ -333,7 +333,7 @@ def _run_layer(
     plain: Mapping[str, int],
     arguments: Mapping[str, Sequence[int] | int | None],
 ) -> LayerSteps:
-    results: dict[str, int] = {}  # how many the children return that return another number than two
+    results: dict[str, int] = {}  # number of values that a child returns, where it is not two
     while True:
         run = _LayerRun(layer, plain, results)
         x = torch.empty(tuple(shape), device="meta")
@@ -352,7 +352,7 @@ def _run_layer(
 
 
 def is_small(layer: nn.Module, name: str) -> bool:
-    """Whether a child may run in a tile beside a block, as norms and dropouts do: no matrices, no parts."""
+    """Whether a child may run in a tile beside a block, as norms and dropouts do: no matrices, no children."""
     child = getattr(layer, name, None) if name else None
     if not isinstance(child, nn.Module) or any(True for _ in child.children()):
         return False
@@ -373,12 +373,12 @@ def around(layer: nn.Module, steps: LayerSteps, name: str) -> Neighbours:
     call = steps.call_of(name)
     block = getattr(layer, name)
     if call is None or len(call.reads) != 1 or not call.alone or type(block).__call__ is not nn.Module.__call__:
-        return Neighbours(members=(name,))  # in a shared tile its forward is called, past a __call__ of its own
+        return Neighbours(members=(name,))  # a shared tile calls its forward, which would skip a __call__ of its own
     return replace(_followed(layer, steps, call, Neighbours(members=(name,))), before=norm_before(layer, steps, name))
 
 
 def norm_before(layer: nn.Module, steps: LayerSteps, name: str) -> str:
-    """The norm that makes the hidden states of the child ``name``, and of nothing else; or ""."""
+    """The norm whose output the child ``name`` alone reads, or ""."""
     call = steps.call_of(name)
     maker = steps.maker(call) if call is not None else None
     if call is None or maker is None or not _is_norm_call(layer, steps, maker):
@@ -398,7 +398,7 @@ def _followed(layer: nn.Module, steps: LayerSteps, last: LayerCall, neighbours: 
     if getattr(getattr(layer, after.name, None), "inplace", False) and not isinstance(
         getattr(layer, after.name), nn.Dropout
     ):
-        return neighbours  # it would write into what the operator differentiates
+        return neighbours  # it would overwrite a tensor that the operator's backward reads
     if after.kind == "dropout":
         return replace(neighbours, dropout=after.name)
     return replace(neighbours, after=after.name) if _is_norm_call(layer, steps, after) else neighbours

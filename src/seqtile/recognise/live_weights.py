@@ -31,12 +31,12 @@ _ADAPTED = (
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether calling the module does more than its forward."""
+    """Whether a call of the module runs hooks besides its forward."""
     return any(hooks_of(module))
 
 
 def has_foreign_hooks(module: nn.Module) -> bool:
-    """Whether calling the module does more than its forward, seqtile's own counters left out."""
+    """Whether a call of the module runs hooks besides its forward and seqtile's own hooks."""
     return any(True for _ in foreign_hooks(module))
 
 
@@ -49,7 +49,7 @@ def foreign_hooks(module: nn.Module) -> Iterator[Any]:
 
 
 def seen_inside(module: nn.Module, but: str = "") -> str:
-    """The name of a module inside whose calls a hook or a recorder sees, or ""; tiles would call it more often.
+    """The name of a submodule whose calls a hook or a recorder observes, or "": it would observe every tile.
 
     Args:
         module: the module.
@@ -67,7 +67,7 @@ def seen_inside(module: nn.Module, but: str = "") -> str:
 def row_wise(
     norm: nn.Module, formula: NormFormula | None = None, *, runs_hooks: bool = False, names: Sequence[str] = ()
 ) -> RowWise | str:
-    """A norm for the operators that compute one, or why none can.
+    """The function and live weights of a norm, for the operators that run one; or why no operator can.
 
     Args:
         norm: the module.
@@ -88,7 +88,7 @@ def row_wise(
         if reason := _unusable(weight):
             return f"{type(norm).__name__}: {reason}"
     attributes = tuple(live)
-    # Below seqtile's stand-in, which would run the operator once more where the kernel has failed, without end.
+    # Not seqtile's replacement: where the kernel has failed, it would call this function again without end.
     forward = getattr(own, "__func__", type(norm).forward)
 
     def function(rows: Tensor, weights: Sequence[Tensor]) -> Tensor:

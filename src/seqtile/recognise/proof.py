@@ -58,10 +58,10 @@ class Proof:
     Attributes:
         why_not: why it is not proven to treat every token by itself; "" if it is.
         refuted: whether it is known to mix tokens, rather than not proven.
-        graph: what it computes; None without a trace.
-        formula: what the fused operator needs to know, or why it cannot run it.
-        how: what proves it.
-        norm: which norm it is, where it is one and nothing else.
+        graph: the trace of its forward and backward; None if there is none.
+        formula: the formula for the fused operator, or why that operator cannot run the chain.
+        how: how the chain was proven, or "".
+        norm: the norm's formula, if the chain is a single norm.
         custom: whether it is unproven because custom code is not traced.
     """
 
@@ -108,19 +108,19 @@ def for_training(model: nn.Module) -> Iterator[None]:
 
 _proofs: OrderedDict[Any, Proof] = OrderedDict()
 MOST = 512
-"""Most proofs that are remembered."""
+"""Maximum number of cached proofs."""
 
 
 def prove(chain: Chain, mode: Mode, *, trusted: bool = False) -> Proof:
     """The proof of a chain in a mode.
 
     Args:
-        chain: what runs.
-        mode: how.
+        chain: the modules that run.
+        mode: the mode in which they run.
         trusted: trace custom code too: its caller vouches for it.
 
     Cost:
-        Where one is known for modules like these, some 100 µs; else 10 to 100 ms.
+        About 100 µs if a proof of modules like these is cached, else 10 to 100 ms.
     """
     modules = chain.modules
     if any(is_offloaded(module) for module in parts_of(modules)):
@@ -146,7 +146,7 @@ def _prove(chain: Chain, mode: Mode) -> Proof:
         return Proof(str(error), True, None, "")
     except Untraceable as error:
         return Proof(f"not proven: {error}", False, None, "")
-    except Exception as error:  # noqa: BLE001 - whatever a module raises on tensors without memory
+    except Exception as error:  # noqa: BLE001 - any error on tensors without memory leaves it unproven
         first_line = str(error).splitlines()[0][:200] if str(error) else ""
         return Proof(f"cannot be traced: it failed to run ({type(error).__name__}: {first_line})", False, None, "")
 
@@ -160,7 +160,7 @@ def _routed(chain: Chain) -> Proof:
         raise Untraceable(f"{custom} is custom code, and experts cannot be traced")
     _, *names = inspect.signature(type(experts).forward).parameters
     routes = names[0] == "hidden_states" and len(names) == 3 and "ind" in names[1] and "weight" in names[2]
-    if not routes:  # Llama 4's get the rows of each expert instead
+    if not routes:  # Llama 4's experts get the rows of each expert instead
         raise Untraceable("it is not called with hidden states and the experts and weights of each token")
     return Proof("", False, None, "experts run in the generic operator", BY_LIBRARY)
 
@@ -169,7 +169,7 @@ def _traced(chain: Chain, mode: Mode) -> Proof:
     tracer = Tracer(chain.modules, mode.inputs, mode.device, mode.autocast, mode.gradients)
     graph = tracer.judge(lambda view, inputs: chain.run(inputs, view))
     _check_rows(graph, chain, mode)
-    formula = chain.fusable() or formula_of(chain, graph, tracer)
+    formula = chain.why_not_fusable() or formula_of(chain, graph, tracer)
     return Proof("", False, graph, formula, BY_TRACE, norm_of(chain, graph, tracer))
 
 

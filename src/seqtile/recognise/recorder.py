@@ -27,10 +27,10 @@ _UNUSED = ("layout", "device", "pin_memory", "memory_format", "generator", "non_
 
 
 class Recorder(TorchDispatchMode):
-    """Sees every operator of one trace, those of the backward included.
+    """Records every operator of one trace, forward and backward.
 
     Args:
-        expressions: where expressions get their numbers.
+        expressions: numbers the expressions of the trace.
         axes: the token axes of the inputs.
 
     Attributes:
@@ -88,8 +88,8 @@ class Recorder(TorchDispatchMode):
             # Checks that raise read values: "is one of them infinite?" (PEFT's VB-LoRA), "are all of them valid?".
             return self.expressions.keys[self.flow(tensors[0]).expr][0] == ALL_TRUE
         if func is READ_NUMBER:
-            return result  # of constants in the code: other tensors have no values here
-        if tensors or tensors_in([result]):  # else it reads dtypes
+            return result  # it reads a constant of the code: other tensors have no values here
+        if tensors or tensors_in([result]):  # an operator without tensors reads dtypes
             self._record(func, args, kwargs, tensors_in([result]))
         return result
 
@@ -142,7 +142,7 @@ class Recorder(TorchDispatchMode):
             if alias_flow.root == root and alias is not target:
                 if flow.summed != alias_flow.summed:
                     raise NotPerToken("a sum over tokens is written beside them")
-                # The whole of the same memory holds the same, a part of it has no name.
+                # A view of the whole memory now holds the written expression; a view of a part gets one of its own.
                 whole = alias.numel() == target.numel() and features(alias, alias_flow.dims) == features(
                     target, flow.dims
                 )
@@ -151,4 +151,4 @@ class Recorder(TorchDispatchMode):
 
 
 _CUTS = {torch.ops.aten.split.Tensor: 2, torch.ops.aten.split_with_sizes.default: 2, torch.ops.aten.unbind.int: 1}
-"""Operators that return a tensor for every piece, and the place of the dimension among their arguments."""
+"""Operators that return a tensor for every piece, and the index of ``dim`` among their arguments."""

@@ -1,7 +1,7 @@
 """The sizes that represent "any number of tokens" in a trace, and the refusals of a trace.
 
-A trace runs on tensors without memory, so its sizes may be as large as they like: large primes, which no feature
-dimension has as a factor. A multiple of one of them was computed from the number of tokens.
+A trace runs on tensors without memory, so its sizes can be large primes, which are factors of no feature dimension. A
+multiple of one of them was computed from the number of tokens.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ SIZES = {"b": 10_007, "m": 20_011, "s": 1_000_003}
 
 
 class NotPerToken(Exception):
-    """One token sees another, the code keeps a state, or it computes with the number of tokens."""
+    """A token's output depends on other tokens, the code keeps a state, or it computes with the number of tokens."""
 
 
 class Untraceable(Exception):
-    """The code could not be followed to its end, so that nothing is known of it."""
+    """The code could not be traced to its end, so nothing is proven or refuted."""
 
 
 class NoRule(Untraceable):
-    """It uses an operator without a rule."""
+    """The code uses an operator without a rule."""
 
 
 def axes_in(size: int) -> str:

@@ -39,7 +39,7 @@ def parts_of(modules: Sequence[nn.Module]) -> list[nn.Module]:
 class Snapshot:
     """The classes, forwards, settings, hooks and children of some modules, compared by identity.
 
-    Tensors are compared by dtype and by whether they train, since engines put others in their places.
+    Tensors are compared by dtype and by whether they train, since engines replace them.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
@@ -76,7 +76,7 @@ class Snapshot:
         return list(filterfalse(_IS_NONE, chained(*map(call, self._tensors))))
 
     def holds(self, tensors: list[Tensor] | None = None) -> bool:
-        """Whether all of them are what they were.
+        """Whether nothing has changed since the snapshot.
 
         Args:
             tensors: what :meth:`tensors` has just returned, if it was called.
@@ -95,10 +95,10 @@ class Snapshot:
 
 
 class SameSettings:
-    """What a tile reads of some modules besides tensors, for recomputes: the settings that its forward had.
+    """The settings that a tile's forward had, to compare with those of its recompute.
 
-    Settings that were changed and set back may be other objects (PEFT's ``set_adapter`` makes a list), so where the
-    snapshot does not hold, values decide.
+    A setting that was changed and set back may be another object (PEFT's ``set_adapter`` makes a list). So values are
+    compared where the snapshot, which compares identities, does not hold.
     """
 
     def __init__(self, modules: Sequence[nn.Module], snapshot: Snapshot | None = None) -> None:
@@ -116,20 +116,20 @@ class SameSettings:
         return self._snapshot.holds()
 
     def changed(self) -> str:
-        """The first setting that is another one now, such as ``"Linear.scaling"``, or ""."""
+        """The first setting that has changed, such as ``"Linear.scaling"``, or ""."""
         if self._snapshot.holds():
             return ""
         nothing: dict[str, Any] = {}
         for before, now in zip_longest(self._settings, self._read(), fillvalue=nothing):
             for name in {**before, **now}:
-                # An instance's own forward is a stand-in, or that of the call which is running.
+                # An instance's own forward is our replacement, or is set by the call that is running.
                 if name not in ForwardStandIn.changed and before.get(name) != now.get(name):
                     return f"{(now or before)['class'].__name__}.{name}"
         return ""
 
 
 def _plain_settings(attributes: dict[str, Any]) -> dict[str, Any]:
-    """Of one module: what is no tensor, no child and no engine's bookkeeping, as values."""
+    """The settings of one module as comparable values: no tensors, no children, no engine's bookkeeping."""
     return {
         name: setting(value) for name, value in attributes.items()
         if not isinstance(value, Tensor)
@@ -168,7 +168,7 @@ def description(modules: Sequence[nn.Module]) -> tuple[Any, ...]:
 
 
 def setting(value: Any, depth: int = 4) -> tuple[Any, ...]:
-    """A value that can be compared and holds no module; of an object the class and its attributes."""
+    """A comparable form of ``value`` without references to modules; for an object, its class and attributes."""
     if isinstance(value, MethodType):
         return value.__func__, value.__self__ if isinstance(value.__self__, type) else type(value.__self__)
     if isinstance(value, _PLAIN):

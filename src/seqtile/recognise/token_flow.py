@@ -1,8 +1,8 @@
-"""The state of a trace's tensors: their token dimensions, and the expression that they hold.
+"""The state of each tensor in a trace: its token dimensions, and the expression that it holds.
 
 A trace runs on sizes that are large primes (:mod:`seqtile.recognise.sizes`), so a shape tells which dimensions
 hold tokens. An *expression* is the computation per token, with the layout of the token dimensions left out. Two blocks
-that compute the same have equal expressions, whichever shapes they do it in.
+that compute the same have equal expressions, whatever the shapes of their tensors.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Flow:
     """State of one tensor of a trace.
 
     Attributes:
-        dims: what is in each of its dimensions.
+        dims: contents of each of its dimensions.
         expr: number of the expression that it holds.
         summed: whether it is a sum over tokens, or linear in one, as a weight's gradient is.
         root: number of the tensor whose memory it shares.
@@ -63,7 +63,7 @@ class Expressions:
         return self.number("unique", next(_COUNTER))
 
     def joined(self, name: str, operands: Iterable[Any]) -> int:
-        """Operands whose order does not matter, flows and plain numbers; nested ones are taken apart."""
+        """Number a sum or product of flows and plain numbers in any order; nested ones are flattened."""
         neutral, flat = ("number", 0.0 if name == "add" else 1.0), list[Any]()
         for operand in operands:
             key = self.keys[operand.expr] if isinstance(operand, Flow) else ("number", float(operand))
@@ -92,8 +92,8 @@ class Call:
         name: operator without its overload, ``"mul"``; of another library with its namespace, ``"lib::name"``.
         args: its arguments by the names of its schema.
         out: the tensors that it returned.
-        flow: gives what is known of a tensor.
-        expressions: where expressions get their numbers.
+        flow: returns the state of a tensor.
+        expressions: numbers the expressions of the trace.
         axes: the token axes of the trace.
         in_backward: whether the backward called it.
     """
@@ -142,7 +142,7 @@ class Call:
         return flow
 
     def expr(self, *besides: Any) -> int:
-        """The operator and its arguments, dimensions counted among those without tokens, from the last."""
+        """Number the operator and its arguments; a dimension counts among those without tokens, from the last."""
         return self.expressions.number(self.name, *(self._key(*argument) for argument in self.args.items()), *besides)
 
     def _key(self, name: str, value: Any) -> Hashable:
@@ -155,7 +155,7 @@ class Call:
         return (type(value), value)
 
     def is_sum(self, *linear: str, all_of_them: bool = False) -> bool:
-        """Whether the result is a sum over tokens, as the arguments are in which the operator is linear.
+        """Whether the result is a sum over tokens because an argument is, in which the operator is linear.
 
         Raises:
             NotPerToken: it takes such a sum in another argument, or joins it with tokens.

@@ -58,9 +58,9 @@ def _is_linear(call: Call) -> bool:
 
 
 def _always(call: Call) -> bool:
-    """Whether a bound is infinite, so that the operator changes nothing; and what its gradient makes of that.
+    """Whether the operator is a clamp with infinite bounds, which changes nothing, or belongs to its backward.
 
-    Elsewhere code may compare with infinity to find what is no number.
+    A comparison in the forward is none of these: code may compare with infinity to detect values that are not finite.
     """
     always = call.expressions.number("always")
     args = {name: None if isinstance(value, Tensor) else value for name, value in call.args.items()}
@@ -87,7 +87,7 @@ def same(call: Call) -> list[Flow]:
 
 
 def literal(call: Call) -> list[Flow]:
-    """Numbers that the code writes down, as a tensor."""
+    """A tensor of numbers that are written in the code."""
     values = call.first
     if isinstance(values, FakeTensor):
         return same(call)
@@ -96,7 +96,7 @@ def literal(call: Call) -> list[Flow]:
 
 
 def numbers_in(values: Tensor) -> Any:
-    """The numbers of a tensor that the code writes down."""
+    """The values of a tensor whose numbers are written in the code."""
     if isinstance(values, FakeTensor):
         return None
     if values.numel() > 1000:
@@ -110,7 +110,7 @@ def numbers_in(values: Tensor) -> Any:
 
 
 def reshaped(call: Call) -> list[Flow]:
-    """Views of other sizes: every dimension of tokens must stay one, or be joined whole to its neighbours."""
+    """Views of other sizes: a token dimension must stay whole, alone or joined with its neighbours."""
     tensor, out, flow = call.first, call.out[0], call.flow(call.first)
     if tensor.dtype != out.dtype:  # other numbers of the same bits
         if flow.summed:
@@ -363,14 +363,14 @@ def made(call: Call) -> list[Flow]:
 
 
 def counted_up(call: Call) -> list[Flow]:
-    """Tensors that count: none may be as long as there are tokens."""
+    """Tensors of consecutive numbers, which must not be as long as the number of tokens."""
     if call.flow_of(call.out[0], 0).axes:
         raise NotPerToken("its forward depends on the position of a token")
     return [call.flow_of(call.out[0], call.expr())]
 
 
 def dropped(call: Call) -> list[Flow]:
-    """Dropout's masks: every token has numbers of its own."""
+    """Dropout's masks: every token must have random numbers of its own."""
     flow = call.flow(call.first)
     if set(flow.axes) != call.axes:
         raise NotPerToken("it draws random numbers that several tokens share, or that belong to none")

@@ -55,7 +55,7 @@ def in_a_thread(function: Callable[[], Any]) -> Any:
     def call() -> None:
         if inside:
             torch.autocast_increment_nesting()  # the thread's own count, which ends with it
-        with log_level(FakeTensorMode.__module__, logging.CRITICAL + 1):  # it writes a traceback for each failure
+        with log_level(FakeTensorMode.__module__, logging.CRITICAL + 1):  # it logs a traceback for each failure
             try:
                 answer.append((function(), None))
             except BaseException as error:  # noqa: BLE001 - handed to the caller below
@@ -71,18 +71,18 @@ def in_a_thread(function: Callable[[], Any]) -> Any:
 
 
 Function = Callable[[Callable[[nn.Module], Any], list[Tensor]], Any]
-"""Takes what gives a module's copy, and the inputs."""
+"""A function to trace; it takes a function that returns a module's copy, and the inputs."""
 
 
 class Tracer:
     """Traces functions of the same modules, so that their expressions can be compared.
 
     Args:
-        modules: what the functions run.
+        modules: the modules that the functions run.
         inputs: sizes and dtype of each input; a name represents the token axes in a dimension.
         device: where the inputs are.
-        autocast: its dtype where it is on.
-        gradients: whether there is a backward.
+        autocast: dtype of autocast, None where it is off.
+        gradients: whether to trace a backward too.
     """
 
     def __init__(
@@ -99,8 +99,8 @@ class Tracer:
         """Trace what ``function`` computes, if it is position-wise and has no side effects.
 
         Raises:
-            NotPerToken: it does not.
-            Untraceable: nothing is known of it.
+            NotPerToken: it is not position-wise, or has side effects.
+            Untraceable: it cannot be traced to its end.
         """
         recorder = Recorder(self._expressions, self.axes)
         graph = self._run(function, recorder)
@@ -135,7 +135,7 @@ class Tracer:
                 stack.enter_context(torch.autocast(self.device.type, dtype=self.autocast))
             stack.enter_context(torch.set_grad_enabled(self.gradients))
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
-            stack.enter_context(torch.autograd.set_detect_anomaly(False))  # which reads values
+            stack.enter_context(torch.autograd.set_detect_anomaly(False))  # anomaly detection reads values
             stack.enter_context(self._mode)
             stack.enter_context(recorder)
             result = function(views.__getitem__, [tensor.view_as(tensor) for tensor in inputs])
@@ -161,7 +161,7 @@ class Tracer:
         self, tensors: list[Tensor], nested: tuple[str, str], leaves: Mapping[str, Tensor], recorder: Recorder,
         like: Graph | None,
     ) -> Graph | None:  # fmt: skip
-        """The graph, after a backward from upstream gradients of their own; None if it was not to be made."""
+        """Run a backward from new upstream gradients and return the graph; None if outputs differ from ``like``."""
         flows = [recorder.flow(tensor) for tensor in tensors]
         if recorder.no_rule is None:
             for tensor, flow in zip(tensors, flows, strict=True):

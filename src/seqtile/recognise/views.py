@@ -1,4 +1,4 @@
-"""Copies of modules with other tensors in place of their weights; what runs on them leaves the modules as they are."""
+"""Copies of modules with other tensors in place of their weights; running a copy does not change its module."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from seqtile.recognise.known_kernels import own_forward, twin_of
 from seqtile.recognise.snapshot import INTERNAL
 
 MakeTensor = Callable[[Tensor, torch.device | str], Tensor]
-"""Makes the tensor that a copy has in place of one of the module's, on a device."""
+"""Makes the tensor, on a device, that replaces a tensor of the module in its copy."""
 
 
 class Views:
-    """Copies of modules whose weights have shapes but no memory; what runs on them leaves the modules as they are."""
+    """Copies of modules whose weights have shapes but no memory."""
 
     def __init__(self, make: MakeTensor) -> None:
         self._make = make
@@ -33,7 +33,7 @@ class Views:
         if id(module) in self._views:
             return self._views[id(module)]
         plain = twin_of(module) or module
-        self._plain.append(plain)  # weights are known by their ids
+        self._plain.append(plain)  # kept alive, since weights are identified by id
         view: nn.Module = view_of(plain)
         self._views[id(module)] = view
         attributes = view.__dict__

@@ -1,4 +1,4 @@
-"""Widths of linear layers, MLPs and experts, as their weights show them."""
+"""Widths of linear layers, MLPs and experts, read from their attributes and weights."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def linear_widths(module: Any) -> tuple[int, int] | None:
 def widths_of_children(
     module: nn.Module, widths_of: Callable[[nn.Module], tuple[int, int] | None] = linear_widths
 ) -> dict[str, tuple[int, int]]:
-    """The widths of the children that have some, by name."""
+    """Widths by name of the children for which ``widths_of`` returns some."""
     return {name: widths for name, child in module.named_children() if (widths := widths_of(child)) is not None}
 
 
@@ -39,9 +39,9 @@ def half_widths(module: nn.Module) -> tuple[int, int] | None:
 def mlp_widths(module: nn.Module) -> tuple[int, int] | None:
     """(hidden, intermediate) if the module is a gated or plain MLP by its linear children, in any order.
 
-    Of two linear layers the first is taken for the first; where it is the second, both widths are to be swapped.
+    Two linear layers are taken to run in the order of the children; if they do not, swap both widths.
     """
-    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):  # which cannot be called
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):  # a container cannot be called
         return None
     linears = []
     for child in _parts(module):
@@ -70,7 +70,7 @@ def _parts(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _is_small(module: nn.Module) -> bool:
-    """Norms and activations inside an MLP: at most one-dimensional parameters, and nothing below."""
+    """Whether a module may be a norm or activation of an MLP: no matrices and no children."""
     return not any(True for _ in module.children()) and all(len(whole_shape(p)) <= 1 for p in module.parameters())
 
 
