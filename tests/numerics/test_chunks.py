@@ -14,6 +14,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn import functional as F
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -226,6 +227,39 @@ def test_activation_checkpoints_change_nothing(family: str, reentrant: bool | No
         floor=2e-6,
     )
     assert chunks_of(model) == [3] * 4
+
+
+@pytest.mark.parametrize("order", ["whole between", "chunks between", "hidden states, chunks between"])
+@pytest.mark.parametrize("segment", [1, 2])
+def test_a_recompute_runs_as_its_forward_did(segment: int, order: str) -> None:
+    """Under a checkpoint around the layer's call, as FSDP's, whatever other calls ran in between.
+
+    In bf16 the first tensor that a whole layer saves is another one than in chunks.
+    """
+    ids = batch_of(1)["input_ids"]
+    sees_later = visible_to(150)
+    sees_later[60:70, 60:70] = True
+    chunked = dict(input_ids=ids, labels=ids)
+    whole, alone = dict(chunked, attention_mask=sees_later[None, None]), dict(chunked, output_hidden_states=True)
+    first, second = {
+        "whole between": (chunked, whole), "chunks between": (whole, chunked),
+        "hidden states, chunks between": (alone, chunked),
+    }[order]  # fmt: skip
+
+    def gradients(**settings: int) -> dict[str, Tensor]:
+        model = build("llama", torch.bfloat16)
+        model.config.use_cache = False
+        if settings:
+            seqtile.apply(model, **settings)
+        layers = model.model.layers
+        for number, layer in enumerate(layers):
+            layers[number] = checkpoint_wrapper(layer)
+        loss = model(**first).loss
+        model(**second)
+        loss.backward()
+        return {name: weight.grad for name, weight in model.named_parameters()}
+
+    torch.testing.assert_close(gradients(chunk=64, segment=segment), gradients(), rtol=0.1, atol=5e-3)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_5_text", "qwen3_moe"])

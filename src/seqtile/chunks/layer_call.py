@@ -57,6 +57,7 @@ class ChunkedCall:
         self.captures = captures
         self.why_whole, self.documents = "", tuple[int, ...]()
         self.masks: list[Tensor] = []
+        self.hidden_states: Tensor | None = None
         self.extra = 0
         self._differentiable: list[Tensor] = []
         self._cuts: list[tuple[int, int]] = []  # number of a leaf, and the dimension that holds tokens
@@ -68,7 +69,7 @@ class ChunkedCall:
         if first is None:
             self.why_whole = "it was called without hidden states [B, T, D]"
             return
-        self.hidden_states: Tensor | None = self._leaves[first]
+        self.hidden_states = self._leaves[first]
         self.dtype, self.device = self._leaves[first].dtype, self._leaves[first].device
         self.batch, self.tokens = self._leaves[first].shape[:2]
         self._given.append(first)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -37,6 +37,9 @@ from seqtile.recognise.live_weights import foreign_hooks, seen_inside
 from seqtile.state.state_cache import cache_argument
 from seqtile.state.tile_call import given
 from seqtile.tiling import StateTiles, chunk_sizes, tile_ranges
+
+WHOLE, ALONE, TOGETHER = "whole", "alone", "together"
+"""How a call of a layer runs."""
 
 
 @dataclass(eq=False)
@@ -149,9 +152,6 @@ class ChunkForward(Installed):
             return self.original(*args, **kwargs)
         if not torch.is_grad_enabled() and not module.training:
             return self.original(*args, **kwargs)
-        if self.refused and backward_pass() != -1:
-            # A recompute is what its forward was: hooks and patches of the forward, for one, are gone by now.
-            return self.original(*args, **kwargs)
         checkpointed = module.training and torch.is_grad_enabled() and getattr(module, "gradient_checkpointing", False)
         cache = None if self.cache is None else given(args, kwargs, self.cache)
         if cache is not None and not torch.is_grad_enabled():
@@ -159,34 +159,31 @@ class ChunkForward(Installed):
         segment, position = self.segment, self.chunk.position
         if not position:
             segment.take()  # of a forward that ended in an error
-        flash = self.chunk.attends and self._is_flash()
-        call = ChunkedCall(
-            args,
-            kwargs,
-            self.cache,
-            has_state=self.chunk.has_state,
-            reads_starts=flash or self.chunk.has_state,
-            reads_positions=flash,
-            captures=captures_router_logits(),
-        )
+        call = self._call_of(args, kwargs)
+        decided = self._decision_of_forward(call) if backward_pass() != -1 else ""
+        if decided == WHOLE:
+            return self.original(*args, **kwargs)
         before = self.proofs.recording  # the segment that recorded last
         if before not in (None, segment) and before.recorded and before.hidden_states is call.hidden_states:
             before.recorded[-1][0].refuse_segment("the layers after it were not called", "behind")
         reads_cache = (self.chunk.attends or self.chunk.has_state) and not checkpointed
         why = call.why_whole or self._hooked(call) or (_why_not_without(cache, module) if reads_cache else "")
+        why = "" if decided else why
         proof = UNKNOWN if why else self.proofs.of(self.module, call, args, kwargs)
         if why := why or proof.why_not:
-            return self._whole(why, args, kwargs)
+            return self._whole(why, call, args, kwargs)
         self.check()
         self.refused = ""
         hidden_states = call.hidden_states
-        self.alone_reason = self._why_alone(proof)
-        alone = segment.layers == 1 or bool(self.alone_reason)
+        if not decided:
+            self.alone_reason = self._why_alone(proof)
+        alone = segment.layers == 1 or (decided == ALONE if decided else bool(self.alone_reason))
         if segment.recorded and (alone or hidden_states is not segment.hidden_states):
             self.refuse_segment(self.alone_reason or "hidden states change between them")
         cuts = self._cuts([call])
         if why := _why_not_cut(call, cuts):
-            return self._whole(why, args, kwargs)
+            return self._whole(why, call, args, kwargs)
+        self._note_decision(call, ALONE if alone else TOGETHER)
         self.called, self.acted = True, self.acted or len(cuts.sizes) > 1
         self.most_tiles = max(self.most_tiles, len(cuts.sizes))
         self.most_tokens = max(self.most_tokens, call.batch * call.tokens)
@@ -200,6 +197,18 @@ class ChunkForward(Installed):
             assert hidden_states is not None
             return proof.as_returned(hidden_states)
         return self._run(segment.take(), bool(checkpointed))
+
+    def _call_of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ChunkedCall:
+        flash = self.chunk.attends and self._is_flash()
+        return ChunkedCall(
+            args,
+            kwargs,
+            self.cache,
+            has_state=self.chunk.has_state,
+            reads_starts=flash or self.chunk.has_state,
+            reads_positions=flash,
+            captures=captures_router_logits(),
+        )
 
     def _is_flash(self) -> bool:
         """Whether its attention keeps packed documents apart by their positions and ends."""
@@ -272,10 +281,30 @@ class ChunkForward(Installed):
         name = seen_inside(self.module, but=ROUTER_LOGITS)
         return name and f"{name} has hooks, which chunks would call with other tensors"
 
-    def _whole(self, why: str, args: Any, kwargs: Any) -> Any:
+    def _whole(self, why: str, call: ChunkedCall, args: Any, kwargs: Any) -> Any:
         if self.segment.recorded:
             self.refuse_segment(f"it runs whole, because {why}")
+        self._note_decision(call, WHOLE)
         return self.run_whole(why, args, kwargs)
+
+    def _note_decision(self, call: ChunkedCall, decision: str) -> None:
+        """Note how this call runs, for the recompute of a checkpoint around the layer.
+
+        The hidden states' node of the graph is the only thing of a call that such a recompute has too.
+        """
+        if backward_pass() == -1 and (node := _node_of(call)) is not None:
+            node.metadata[self] = decision
+
+    def _decision_of_forward(self, call: ChunkedCall) -> str:
+        """How the forward ran that this call computes again: hooks, patches and other calls may differ by now."""
+        node = _node_of(call)
+        decision: str = "" if node is None else node.metadata.get(self, "")
+        return decision or (WHOLE if self.refused else "")
+
+
+def _node_of(call: ChunkedCall) -> Any:
+    """The node of the graph that computed a call's hidden states; None where there is none."""
+    return None if call.hidden_states is None else call.hidden_states.grad_fn
 
 
 def _reaches(call: ChunkedCall, cuts: StateTiles) -> bool:
