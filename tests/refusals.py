@@ -7,15 +7,18 @@ the ids that no test names.
 from __future__ import annotations
 
 import ast
+import contextlib
+import io
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from seqtile import UserError
+from seqtile import UserError, cli
+from seqtile._errors import USER_ERROR
 
 TESTS = Path(__file__).parent
 SOURCE = TESTS.parent / "src" / "seqtile"
@@ -23,7 +26,7 @@ SNAPSHOT = TESTS / "refusals.txt"
 TABLES = ("RULES", "RECIPE_RULES")
 
 
-@contextmanager
+@contextlib.contextmanager
 def refused(code: str, *values: str) -> Iterator[pytest.ExceptionInfo[UserError]]:
     """Expect a ``UserError`` with this id, whose sentence has ``values``: numbers, names, places, but no prose."""
     with pytest.raises(UserError) as raised:
@@ -33,6 +36,30 @@ def refused(code: str, *values: str) -> Iterator[pytest.ExceptionInfo[UserError]
     assert error.code == code, f"{error.code}: {error}"
     missing = [value for value in values if value not in str(error)]
     assert not missing, f"{missing} not in: {error}"
+
+
+def command_refused(arguments: Sequence[str], code: str, *values: str) -> None:
+    """Expect ``seqtile`` to exit with code 2 after the sentence of such an error; lines of progress may precede it."""
+    build, errors, shown = cli.build_app, list[UserError](), io.StringIO()
+
+    def build_recorded(names: Sequence[str]) -> Callable[..., None]:
+        def run(words: list[str], **kwargs: Any) -> None:
+            try:
+                build(names)(words, **kwargs)
+            except UserError as error:
+                errors.append(error)
+                raise
+
+        return run
+
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(shown):
+        patch.setattr(cli, "build_app", build_recorded)
+        assert cli.main(arguments) == USER_ERROR, shown.getvalue()
+    sentence = shown.getvalue().splitlines()[-1]
+    assert sentence.startswith("seqtile: ") and sentence.endswith(" ".join(str(errors[0]).split())), sentence
+    assert "Traceback" not in shown.getvalue()
+    with refused(code, *values):
+        raise errors[0]
 
 
 def sentences() -> list[tuple[str, str]]:

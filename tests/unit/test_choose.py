@@ -15,7 +15,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 import seqtile
 import tiny_run
-from refusals import refused
+from refusals import command_refused, refused
 from seqtile import UserError, fitting
 from seqtile._errors import RunError
 from seqtile.cli import main
@@ -568,11 +568,9 @@ def test_the_choice_is_made_once_before_the_processes_start(
     assert "fit: 64 tokens per sequence on 2 x the memory given with 4.00 GiB" in capfd.readouterr().err
 
 
-def test_a_launcher_of_the_users_own_cannot_start_ranks_again(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-):
+def test_a_launcher_of_the_users_own_cannot_start_ranks_again(folder: Path, monkeypatch: pytest.MonkeyPatch):
     for name, value in {"LOCAL_RANK": "0", "WORLD_SIZE": "2", "RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     words = ["--model", str(folder / "model"), "--dataset", str(folder / "rows.jsonl"), "--output", "out"]
-    assert main(["train", *words, "--engine", "ddp", "--on-oom", "retry"]) == 2
-    assert "use seqtile train --engine ddp, or drop it" in capsys.readouterr().err
+    command = ["train", *words, "--engine", "ddp", "--on-oom", "retry"]
+    command_refused(command, "on-oom.retry-under-launcher", "--engine ddp")

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from refusals import refused
+from refusals import command_refused, refused
 from seqtile.cli import main
 from seqtile.options import TilingOptions
 from seqtile.planner.accelerators import find_device
@@ -171,36 +171,34 @@ def test_towers_of_one_size_make_the_same_tokens_of_every_picture() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("flags", "refusal"),
     [
-        (["--images", "0"], "got --images 0, expected at least 1"),
-        (["--images", "2", "--image-tokens", "8"], "got --image-tokens with --images"),
-        (["--image-size", "56x56"], "add --images N"),
-        (["--images", "2", "--image-size", "56"], "got --image-size '56', expected height and width in pixels"),
-        (["--frames", "8"], "model type 'llava' takes no videos; use --images N"),
-        (["--frames", "8", "--images", "2"], "got --frames with --images or --image-tokens"),
-        (["--frame-size", "56x56"], "add --frames N"),
-        (["--vision", "4"], "add --images N or --frames N"),
-        (["--images", "9", "--max-length", "144"], "144 tokens leave no room for text after 144 image tokens"),
+        (["--images", "0"], ("images.count-out-of-range", "--images 0")),
+        (["--images", "2", "--image-tokens", "8"], ("images.tokens-with-images",)),
+        (["--image-size", "56x56"], ("images.size-without-count", "--images N")),
+        (["--images", "2", "--image-size", "56"], ("images.size-malformed", "--image-size '56'")),
+        (["--frames", "8"], ("frames.model-unsupported", "'llava'")),
+        (["--frames", "8", "--images", "2"], ("frames.with-images",)),
+        (["--frame-size", "56x56"], ("images.size-without-count", "--frames N")),
+        (["--vision", "4"], ("vision.without-images",)),
+        (["--images", "9", "--max-length", "144"], ("images.no-room-for-text", "144 tokens", "144 image tokens")),
         (
             ["--images", "2", "--engine", "zero3", "--gpus", "2", "--sp-size", "2"],
-            "does not support sp-size and cp-size",
+            ("images.with-sequence-parallel",),
         ),
-        (["--images", "2", "--loss", "grpo"], "does not support --loss grpo"),
+        (["--images", "2", "--loss", "grpo"], ("images.with-grpo",)),
     ],
 )
 def test_what_cannot_be_planned_is_one_sentence(
-    flags: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    flags: list[str], refusal: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["plan", "--model", save(config_of("llava"), tmp_path / "model"), *flags]) == 2
-    assert told in " ".join(capsys.readouterr().err.split())
+    command_refused(["plan", "--model", save(config_of("llava"), tmp_path / "model"), *flags], *refusal)
 
 
-def test_models_without_a_known_tower_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_models_without_a_known_tower_are_refused(tmp_path: Path) -> None:
     llama = AutoConfig.for_model("llama", **TEXT)
-    assert main(["plan", "--model", save(llama, tmp_path), "--images", "2"]) == 2
-    assert "model type 'llama' takes no pictures" in " ".join(capsys.readouterr().err.split())
+    command_refused(["plan", "--model", save(llama, tmp_path), "--images", "2"], "images.model-unsupported", "'llama'")
     with refused("plan.model-not-causal", "images="):
         build_bare(config_of("llava"), SETUP, "meta")
     with refused("images.size-missing", "--image-size"):

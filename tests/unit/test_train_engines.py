@@ -11,8 +11,7 @@ import pytest
 import torch
 
 import tiny_run
-from refusals import refused
-from seqtile.cli import main
+from refusals import command_refused, refused
 from seqtile.planner.names import ENGINES
 from seqtile.train import callbacks, launch, ranks
 from seqtile.train.recipe import build_recipe, resolve
@@ -46,20 +45,20 @@ def test_the_demo_under_an_engine_leaves_out_what_the_engine_cannot_do():
 
 
 @pytest.mark.parametrize(
-    ("config", "flags", "words"),
+    ("config", "flags", "value"),
     [
         ({"num_attention_heads": 2, "num_key_value_heads": 2}, ["--sp-size", "4", "--nproc", "4"], "2 attention heads"),
         ({"num_attention_heads": 6, "num_key_value_heads": 3}, ["--sp-size", "2"], "3 key-value heads"),
     ],
 )
 def test_heads_that_do_not_divide(
-    config: dict[str, int], flags: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+    config: dict[str, int], flags: list[str], value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     model = tiny_run.save_model(tmp_path / "model", hidden_size=48, head_dim=8, **config)
     monkeypatch.setattr(launch, "run_ranks", None)  # nothing is started
     given = ["--model", str(model), "--dataset", __file__, "--max-length", "64", "--output", str(tmp_path / "out")]
-    assert main(["train", *given, "--engine", "zero3", "--nproc", "2", *flags]) == 2
-    assert words in capsys.readouterr().err
+    command = ["train", *given, "--engine", "zero3", "--nproc", "2", *flags]
+    command_refused(command, "sp-size.heads-do-not-divide", value)
     assert not (tmp_path / "out").exists()
 
 
@@ -118,33 +117,31 @@ def test_each_process_of_a_users_own_launcher_looks_at_the_model(tmp_path: Path,
 
 
 @pytest.mark.parametrize(
-    ("accelerators", "flags", "words"),
+    ("accelerators", "flags", "refusal"),
     [
-        (0, ["--engine", "ddp"], "set --nproc to run on the CPU"),
-        (1, ["--engine", "ddp"], "at least 2 processes"),
-        (2, ["--engine", "zero3", "--nproc", "3"], "this node has 2 accelerators"),
+        (0, ["--engine", "ddp"], ("engine.no-accelerator",)),
+        (1, ["--engine", "ddp"], ("engine.ddp-alone",)),
+        (2, ["--engine", "zero3", "--nproc", "3"], ("nproc.too-few-accelerators", "2 accelerators")),
         (
             2,
             ["--engine", "zero3", "--sp-size", "4"],
-            "got 2 processes, expected a multiple of",
+            ("nproc.not-multiple-of-split", "2 processes"),
         ),  # one process per accelerator
     ],
 )
 def test_processes_and_accelerators(
-    accelerators: int, flags: list[str], words: str, monkeypatch: pytest.MonkeyPatch, capsys
+    accelerators: int, flags: list[str], refusal: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: accelerators > 0)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: accelerators)
     monkeypatch.setattr(launch, "find_spec", lambda name: name)
     monkeypatch.setattr(launch, "run_ranks", None)
-    assert main(["train", *flags]) == 2
-    assert words in capsys.readouterr().err
+    command_refused(["train", *flags], *refusal)
 
 
-def test_an_engine_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, capsys):
+def test_an_engine_that_is_not_installed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(launch, "find_spec", lambda name: None)
-    assert main(["train", "--engine", "zero3", "--nproc", "2"]) == 2
-    assert "pip install deepspeed" in capsys.readouterr().err
+    command_refused(["train", "--engine", "zero3", "--nproc", "2"], "engine.deepspeed-missing", "pip install deepspeed")
 
 
 @pytest.mark.parametrize(
