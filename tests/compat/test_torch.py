@@ -15,6 +15,7 @@ from torch.utils import checkpoint
 
 from seqtile import _compat
 from seqtile._shallow import view_of
+from seqtile.ops.attention.piece_kernels import CuDnn, Flash, Piece, Plain
 
 
 def no_hook(*_: Any) -> None:
@@ -218,6 +219,18 @@ def test_a_selective_checkpoint_saves_past_hooks_inside_it() -> None:
     with recompute:
         recomputed = (x * 3).detach()
     assert torch.equal(recomputed, tripled)
+
+
+@pytest.mark.parametrize("kernel", [Flash, CuDnn])
+def test_fused_kernels_of_accelerators_take_a_piece_of_keys(kernel: type[Plain]) -> None:
+    """By PyTorch's shape functions, which check arguments without a GPU: more keys than queries, grouped."""
+    q, k, v = (torch.empty(2, heads, tokens, 16, dtype=torch.bfloat16, device="meta")
+               for heads, tokens in ((4, 64), (2, 192), (2, 192)))  # fmt: skip
+    piece = Piece(scale=0.3, causal=False)
+    output, lse = kernel.forward(q, k, v, piece)
+    assert (output.shape, lse.shape, lse.dtype) == (q.shape, q.shape[:-1], torch.float32)
+    gradients = kernel.backward(output, q, k, v, output, lse, piece)
+    assert [gradient.shape for gradient in gradients] == [q.shape, k.shape, v.shape]
 
 
 def test_a_name_that_is_gone_raises_at_its_first_use() -> None:
