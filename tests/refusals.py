@@ -38,8 +38,8 @@ def refused(code: str, *values: str) -> Iterator[pytest.ExceptionInfo[UserError]
     assert not missing, f"{missing} not in: {error}"
 
 
-def command_refused(arguments: Sequence[str], code: str, *values: str) -> None:
-    """Expect ``seqtile`` to exit with code 2 after the sentence of such an error; lines of progress may precede it."""
+def command_refused(arguments: Sequence[str], code: str, *values: str) -> str:
+    """Expect ``seqtile`` to exit with code 2 and the sentence of such an error; return what stderr has."""
     build, errors, shown = cli.build_app, list[UserError](), io.StringIO()
 
     def build_recorded(names: Sequence[str]) -> Callable[..., None]:
@@ -60,6 +60,7 @@ def command_refused(arguments: Sequence[str], code: str, *values: str) -> None:
     assert "Traceback" not in shown.getvalue()
     with refused(code, *values):
         raise errors[0]
+    return shown.getvalue()
 
 
 def sentences() -> list[tuple[str, str]]:

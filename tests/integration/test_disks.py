@@ -22,7 +22,7 @@ from transformers import TrainerCallback
 import disk_faults
 import killed_run
 import tiny_run
-from refusals import refused
+from refusals import command_refused, refused
 from seqtile._errors import RunError
 from seqtile.cli import main
 from seqtile.engines.build_locks import stale_locks
@@ -288,23 +288,18 @@ def _other_archive() -> bytes:
         ("pytorch_model_fsdp_0/.metadata", pickle.dumps(_Calls(os.system, "touch made")), "posix.system"),
     ],
 )
-def test_a_pickle_that_asks_for_more_is_refused(
-    output: Path, name: str, content: Any, words: str, capsys: pytest.CaptureFixture[str], monkeypatch: Any
-):
+def test_a_pickle_that_asks_for_more_is_refused(output: Path, name: str, content: Any, words: str, monkeypatch: Any):
     monkeypatch.chdir(output.parent)
     _poison(output / "checkpoint-3", name, content)
-    assert main(["train", "--resume", "--output", str(output)]) == 2
-    said = capsys.readouterr().err
-    assert f"checkpoint-3/{name} " in said and words in said and "use --trust-checkpoint if you trust" in said
+    values = (f"checkpoint-3/{name} ", words, "--trust-checkpoint")
+    command_refused(["train", "--resume", "--output", str(output)], "resume.unsafe-checkpoint", *values)
     assert not (output.parent / "made").exists()
     assert find_checkpoint(output, trusted=True).name == "checkpoint-3"
     assert find_checkpoint(output, "checkpoint-2").name == "checkpoint-2"
 
 
 @pytest.mark.parametrize("way", ["tag", "folder", "file"])
-def test_what_leads_out_of_a_checkpoint_is_refused(
-    output: Path, way: str, capsys: pytest.CaptureFixture[str], monkeypatch: Any
-):
+def test_what_leads_out_of_a_checkpoint_is_refused(output: Path, way: str, monkeypatch: Any):
     """DeepSpeed joins its tag to the path as it stands, and a linked directory is not walked into."""
     monkeypatch.chdir(output.parent)
     checkpoint = output / "checkpoint-3"
@@ -318,9 +313,8 @@ def test_what_leads_out_of_a_checkpoint_is_refused(
         aim = elsewhere if way == "folder" else elsewhere / "mp_rank_00_model_states.pt"
         (checkpoint / names[way]).symlink_to(aim)
     write_mark(checkpoint, read_mark(checkpoint))
-    assert main(["train", "--resume", "--output", str(output)]) == 2
-    said = capsys.readouterr().err
-    assert f"checkpoint-3/{names[way]} " in said and "use --trust-checkpoint if you trust" in said
+    values = (f"checkpoint-3/{names[way]} ", "--trust-checkpoint")
+    command_refused(["train", "--resume", "--output", str(output)], "resume.unsafe-checkpoint", *values)
     assert not (output.parent / "made").exists()
     if way == "tag":
         (checkpoint / "global_step3").mkdir(exist_ok=True)
@@ -419,16 +413,14 @@ def hostile(model: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_a_hostile_weights_file(hostile: Path, dataset: Path, whole: bool, capsys: pytest.CaptureFixture[str]):
+def test_a_hostile_weights_file(hostile: Path, dataset: Path, whole: bool):
     (hostile / "model.safetensors").unlink()
     torch.save({"a": _Calls(os.system, f"touch {hostile / 'made'}")}, hostile / "pytorch_model.bin")
     if not whole:
         os.truncate(hostile / "pytorch_model.bin", 200)
     values = ["--model", str(hostile), "--dataset", str(dataset), "--output", str(hostile.parent / "out")]
-    assert main(["train", *values, "--max-length", "64"]) == 2
-    assert ("could run arbitrary code" if whole else "is corrupt or truncated") in capsys.readouterr().err.splitlines()[
-        -1
-    ]
+    code = "model.unsafe-file" if whole else "model.corrupt-file"
+    command_refused(["train", *values, "--max-length", "64"], code)
     assert not (hostile / "made").exists()
 
 
@@ -443,16 +435,13 @@ def test_a_hostile_weights_file(hostile: Path, dataset: Path, whole: bool, capsy
         ("{{ raise_exception('no') }}", "TemplateError: no"),
     ],
 )
-def test_a_hostile_chat_template(
-    hostile: Path, tmp_path: Path, template: str, words: str, capsys: pytest.CaptureFixture[str], monkeypatch: Any
-):
+def test_a_hostile_chat_template(hostile: Path, tmp_path: Path, template: str, words: str, monkeypatch: Any):
     monkeypatch.chdir(tmp_path)
     (hostile / "chat_template.jinja").write_text(template)
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     Path("chat.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
-    assert main(["train", "--model", str(hostile), "--dataset", "chat.jsonl", "--max-length", "64"]) == 2
-    sentence = capsys.readouterr().err.splitlines()[-1]
-    assert f"cannot be rendered and tokenized: {words}" in sentence
+    command = ["train", "--model", str(hostile), "--dataset", "chat.jsonl", "--max-length", "64"]
+    command_refused(command, "dataset.not-rendered", words)
     assert not Path("made").exists() and not Path("runs").exists()
 
 

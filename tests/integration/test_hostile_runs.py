@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 import tiny_run
+from refusals import command_refused
 from seqtile.cli import main
 
 CODE = """
@@ -45,16 +46,12 @@ def snapshot(directory: Path) -> dict[str, bytes | None]:
     return {str(p.relative_to(directory)): p.read_bytes() if p.is_file() else None for p in directory.rglob("*")}
 
 
-def refused(place: Path, capsys: Any, values: dict[str, Any], *flags: str) -> str:
-    """Run the recipe: exit code 2, one sentence, and not a file more, fewer or other than before."""
-    (place / "recipe.yaml").write_text(yaml.safe_dump(values))
+def check_refused(place: Path, recipe: dict[str, Any], code: str, *values: str, flags: tuple[str, ...] = ()) -> None:
+    """Run the recipe: a refusal with this id, and not a file more, fewer or other than before."""
+    (place / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     before = snapshot(place)
-    capsys.readouterr()
-    assert main(["train", "--recipe", str(place / "recipe.yaml"), *flags]) == 2
-    sentence = capsys.readouterr().err.splitlines()[-1]
-    assert sentence.startswith("seqtile: ")
+    command_refused(["train", "--recipe", str(place / "recipe.yaml"), *flags], code, *values)
     assert snapshot(place) == before
-    return sentence
 
 
 def recipe(place: Path, model: Path, **values: Any) -> dict[str, Any]:
@@ -78,15 +75,15 @@ def with_code(place: Path, model: Path, what: str) -> Path:
     return own
 
 
-def test_code_of_the_model_is_run_only_when_asked_for(place: Path, model: Path, capsys):
+def test_code_of_the_model_is_run_only_when_asked_for(place: Path, model: Path):
     own = with_code(place, model, "model")
-    assert "needs its own code; review it" in refused(place, capsys, recipe(place, own))
+    check_refused(place, recipe(place, own), "model.custom-code")
     assert not (place / "code-was-run").exists()
     assert main(["train", "--recipe", str(place / "recipe.yaml"), "--trust-remote-code", "--output", "out"]) == 0
     assert (place / "code-was-run").exists()
 
 
-def test_code_of_the_tokenizer_is_not_run(place: Path, model: Path, capsys):
+def test_code_of_the_tokenizer_is_not_run(place: Path, model: Path):
     own = with_code(place, model, "tokenizer")
     (place / "recipe.yaml").write_text(yaml.safe_dump(recipe(place, own, output=str(place / "out"))))
     main(["train", "--recipe", str(place / "recipe.yaml")])  # transformers falls back to its own class, or refuses
@@ -94,62 +91,62 @@ def test_code_of_the_tokenizer_is_not_run(place: Path, model: Path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("values", "words"),
+    ("values", "refusal"),
     [
-        ({"dataset": "/dev/null"}, "has no rows"),
-        ({"dataset": "../words.jsonl"}, "has entries that are not token ids"),
-        ({"output": "/dev/null"}, "cannot write to output"),
-        ({"output": "../rows.jsonl"}, "output '../rows.jsonl' contains"),
-        ({"output": "../recipe.yaml"}, "cannot write to output"),
-        ({"output": ".."}, "output '..' contains"),
-        ({"dataset": "..", "output": "../runs/x"}, "lies inside the dataset '..'"),
-        ({"trainer": {"weight_decay": "much"}}, "trainer.weight_decay"),
-        ({"optimizer": "no-such-optimizer"}, "no-such-optimizer is not a valid OptimizerNames"),
-        ({"trainer": {"lr_scheduler_type": "no-such"}}, "no-such is not a valid SchedulerType"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": ".inf"}}, "rope_scaling"),
-        ({"rope_scaling": {"rope_type": "no-such", "factor": 2}}, "no-such"),
-        ({"attention": "no-such"}, "cannot load the weights"),
-        ({"model_kwargs": {"no_such_argument": 1}}, "neither an argument of from_pretrained"),
-        ({"lora": {"target_modules": "no-such"}}, "rejects this model, dataset or recipe"),
-        ({"only": ["no-such"]}, "no-such"),
+        ({"dataset": "/dev/null"}, ("dataset.empty",)),
+        ({"dataset": "../words.jsonl"}, ("dataset.no-valid-row", "not token ids")),
+        ({"output": "/dev/null"}, ("output.not-writable",)),
+        ({"output": "../rows.jsonl"}, ("output.contains-input", "'../rows.jsonl'")),
+        ({"output": "../recipe.yaml"}, ("output.not-writable",)),
+        ({"output": ".."}, ("output.contains-input", "'..'")),
+        ({"dataset": "..", "output": "../runs/x"}, ("output.inside-dataset", "'..'")),
+        ({"trainer": {"weight_decay": "much"}}, ("trainer.invalid-value", "trainer.weight_decay")),
+        ({"optimizer": "no-such-optimizer"}, ("trainer.refused", "no-such-optimizer is not a valid OptimizerNames")),
+        ({"trainer": {"lr_scheduler_type": "no-such"}}, ("trainer.refused", "no-such is not a valid SchedulerType")),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": ".inf"}}, ("rope-scaling.bad-factor",)),
+        ({"rope_scaling": {"rope_type": "no-such", "factor": 2}}, ("rope-scaling.unknown-type", "no-such")),
+        ({"attention": "no-such"}, ("model.not-loaded", "weights")),
+        ({"model_kwargs": {"no_such_argument": 1}}, ("model-kwargs.unknown", "no_such_argument")),
+        ({"lora": {"target_modules": "no-such"}}, ("trainer.rejects",)),
+        ({"only": ["no-such"]}, ("only.no-match", "no-such")),
     ],
     ids=str,
 )
-def test_refused_with_nothing_written(place: Path, model: Path, values: dict[str, Any], words: str, capsys):
-    assert words in refused(place, capsys, recipe(place, model, **values))
+def test_refused_with_nothing_written(place: Path, model: Path, values: dict[str, Any], refusal: tuple[str, ...]):
+    check_refused(place, recipe(place, model, **values), *refusal)
 
 
-def test_a_model_that_needs_a_package_which_is_not_here(place: Path, model: Path, monkeypatch, capsys):
+def test_a_model_that_needs_a_package_which_is_not_here(place: Path, model: Path, monkeypatch):
     def without_it(*_: Any, **__: Any) -> None:
         raise ImportError("the package for FlashAttention2 doesn't seem to be installed.\nMore lines.")
 
     monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", without_it)
-    assert "a package is missing (the package for Flash" in refused(place, capsys, recipe(place, model))
-    assert "use attention sdpa in place of flash" in refused(place, capsys, recipe(place, model, attention="flash"))
+    check_refused(place, recipe(place, model), "model.package-missing", "(the package for Flash")
+    check_refused(place, recipe(place, model, attention="flash"), "model.package-missing", "attention sdpa")
 
 
-def test_a_model_without_a_tokenizer(place: Path, model: Path, capsys):
+def test_a_model_without_a_tokenizer(place: Path, model: Path):
     weights_alone = shutil.copytree(model, place / "weights", ignore=shutil.ignore_patterns("tokenizer*"))
-    assert "tokenizer's files" in refused(place, capsys, recipe(place, weights_alone))
+    check_refused(place, recipe(place, weights_alone), "model.not-loaded", "tokenizer")
 
 
 @pytest.mark.parametrize("token", [10**9, 257, -1])
-def test_token_ids_that_the_model_does_not_have(place: Path, model: Path, token: int, capsys):
+def test_token_ids_that_the_model_does_not_have(place: Path, model: Path, token: int):
     rows: list[dict[str, Any]] = [{"input_ids": [1, 2, 3]}] * 3 + [{"input_ids": [1, token, 3]}]
     tiny_run.write_jsonl(place / "rows.jsonl", rows)
-    sentence = refused(place, capsys, recipe(place, model))
-    assert f"row 4: token id {token}, but the model's vocabulary is 0 to 256; tokenize" in sentence
+    values = (f"row 4: token id {token},", "0 to 256")
+    check_refused(place, recipe(place, model), "dataset.token-without-embedding", *values)
 
 
-def test_overwrite_leaves_a_directory_that_is_no_runs_own(place: Path, model: Path, capsys):
+def test_overwrite_leaves_a_directory_that_is_no_runs_own(place: Path, model: Path):
     project = place / "project"
     project.mkdir()
     for name in ("README.md", "notes.txt", "package.json"):
         (project / name).write_text("mine")
     shutil.copy(model / "config.json", project)
     (project / "recipe.yaml").write_text(yaml.safe_dump(recipe(place, model, output="runs/first")))
-    sentence = refused(place, capsys, recipe(place, model, output=str(project)), "--overwrite")
-    assert "has a recipe.yaml of another run, and --overwrite would delete the files beside it" in sentence
+    values = recipe(place, model, output=str(project))
+    check_refused(place, values, "output.holds-other-files", "recipe.yaml", flags=("--overwrite",))
 
 
 def test_overwrite_does_not_follow_a_link(place: Path, model: Path):

@@ -19,7 +19,7 @@ from torch import nn
 import hybrid
 import seqtile
 from hybrid import KINDS, SETTINGS, adapted, difference, gradients, settings_of, tiled
-from refusals import refused
+from refusals import command_refused, refused
 from seqtile._compat import attention_kind
 from seqtile._errors import UserError
 from seqtile.cli import main
@@ -195,19 +195,15 @@ def test_a_model_without_mlps_to_tile_is_planned_whole(tmp_path: Path, capsys: p
     config.max_position_embeddings = 4096
     config.save_pretrained(tmp_path)
     asked = ["plan", "--model", str(tmp_path), "--device", "h200", "--max-length", "2048"]
-    assert main(asked) == 2
-    assert "blocks='none' (plan: --tile none" in capsys.readouterr().err
+    command_refused(asked, "blocks.nothing-to-tile", "--tile none")
     assert main([*asked, "--tile", "none"]) == 0
     assert "2 layers with a state (Mamba-2) run in mamba-ssm" in " ".join(capsys.readouterr().out.split())
 
 
-def test_a_hybrid_model_over_several_ranks_is_not_planned(
-    directory: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hybrid_model_over_several_ranks_is_not_planned(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_plan, "check_ranks", lambda *_: pytest.fail("it was let through"))
     asked = ["plan", "--model", str(directory), "--device", "h200", "--gpus", "2", "--engine", "zero3"]
-    assert main([*asked, "--sp-size", "2"]) == 2
-    assert "sp_size 2 would train" in capsys.readouterr().err
+    command_refused([*asked, "--sp-size", "2"], "sp-size.model-with-state", "sp_size 2")
 
 
 def test_a_plan_says_where_there_are_no_adapters() -> None:

@@ -19,7 +19,7 @@ from transformers import TrainerCallback
 import killed_run
 import tiny_run
 from killed_run import Kill
-from refusals import refused
+from refusals import command_refused, refused
 from seqtile._errors import RunError
 from seqtile.cli import main
 from seqtile.train.recipe import RECIPE_FILE, build_recipe, recipe_keys
@@ -219,15 +219,13 @@ def test_a_damaged_checkpoint_is_named_skipped_and_kept(
         assert torch.equal(tensor, weights(run)[name])
 
 
-def test_none_whole_is_one_sentence(run: Path, capsys):
+def test_none_whole_is_one_sentence(run: Path):
     for step in (2, 4):
         (run / f"checkpoint-{step}" / MARK).unlink()
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
-    assert main(["train", "--resume", "--output", str(run), "--steps", "6"]) == 2
-    status, error = capsys.readouterr().err.splitlines()
-    assert status.endswith(" ...") and error.startswith("seqtile: ")
-    for words in ("checkpoint-4: it has no completeness mark", "checkpoint-2: it", "--from-checkpoint check"):
-        assert words in error
+    command = ["train", "--resume", "--output", str(run), "--steps", "6"]
+    values = ("checkpoint-4: it has no completeness mark", "checkpoint-2: it", "--from-checkpoint check")
+    command_refused(command, "resume.no-complete-checkpoint", *values)
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
 
 
@@ -258,9 +256,8 @@ def test_only_a_checkpoint_of_this_run_can_be_named(run: Path, name: str):
         find_checkpoint(run, name)
 
 
-def test_a_checkpoint_is_named_only_for_a_resume(capsys):
-    assert main(["train", "--from-checkpoint", "checkpoint-2"]) == 2
-    assert "needs --resume" in capsys.readouterr().err
+def test_a_checkpoint_is_named_only_for_a_resume():
+    command_refused(["train", "--from-checkpoint", "checkpoint-2"], "resume.from-checkpoint-without-resume")
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"step": 4, "files": {"a": 3}}', '{"step": 4, "extra": 1}', "\0"])

@@ -20,7 +20,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoT
 
 import seqtile
 import tiny_run
-from refusals import refused
+from refusals import command_refused, refused
 from seqtile.cli import main
 from seqtile.train.callbacks import StopOnSignal
 from seqtile.train.data import load_rows
@@ -206,15 +206,14 @@ def test_a_second_signal_stops_at_once():
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_resume_refuses_another_run(model: Path, dataset: Path, tmp_path: Path, capsys):
+def test_resume_refuses_another_run(model: Path, dataset: Path, tmp_path: Path):
     run(model, dataset, tmp_path / "out", steps=2, learning_rate=2e-5)
-    for more, words in [
-        (["--steps", "2"], "has finished its 2 steps"),
-        (["--seed", "7"], "cannot change seed"),
-        (["--learning-rate", "0.1"], "cannot change learning_rate"),
+    for more, code, value in [
+        (["--steps", "2"], "resume.finished", "2 steps"),
+        (["--seed", "7"], "resume.key-changed", "seed"),
+        (["--learning-rate", "0.1"], "resume.key-changed", "learning_rate"),
     ]:
-        assert main(arguments(model, dataset, tmp_path / "out", "--resume", *more)) == 2
-        assert words in capsys.readouterr().err
+        command_refused(arguments(model, dataset, tmp_path / "out", "--resume", *more), code, value)
     assert main(arguments(model, dataset, tmp_path / "out", "--resume", "--steps", "3", "--tile", "shards:2")) == 0
 
 
@@ -240,32 +239,30 @@ def test_more_steps_go_on_at_the_learning_rates_of_the_longer_run(
     assert min(rates(tmp_path / "whole")) > 0
 
 
-def test_fewer_steps_than_are_done_are_refused(model: Path, dataset: Path, tmp_path: Path, capsys):
+def test_fewer_steps_than_are_done_are_refused(model: Path, dataset: Path, tmp_path: Path):
     run(model, dataset, tmp_path / "out", callbacks=[SignalAt(3)])
     before = sorted((tmp_path / "out").rglob("*"))
-    assert main(["train", "--resume", "--output", str(tmp_path / "out"), "--steps", "2"]) == 2
-    assert "checkpoint-3 has done 3 steps, more than --steps 2" in capsys.readouterr().err
+    command = ["train", "--resume", "--output", str(tmp_path / "out"), "--steps", "2"]
+    command_refused(command, "resume.beyond-steps", "checkpoint-3 has done 3 steps", "--steps 2")
     assert sorted((tmp_path / "out").rglob("*")) == before
     assert main(["train", "--resume", "--output", str(tmp_path / "out"), "--steps", "3"]) == 0
     assert (tmp_path / "out" / "model.safetensors").is_file()
 
 
-def test_resume_without_a_checkpoint(model: Path, dataset: Path, tmp_path: Path, capsys):
+def test_resume_without_a_checkpoint(model: Path, dataset: Path, tmp_path: Path):
     run(model, dataset, tmp_path / "out", steps=1, trainer={"save_strategy": "no"})
-    assert main(["train", "--resume", "--output", str(tmp_path / "out")]) == 2
-    assert "no checkpoint to resume from" in capsys.readouterr().err
+    command_refused(["train", "--resume", "--output", str(tmp_path / "out")], "resume.no-checkpoint")
 
 
-def test_an_earlier_run_is_replaced_only_when_told(model: Path, dataset: Path, tmp_path: Path, capsys):
+def test_an_earlier_run_is_replaced_only_when_told(model: Path, dataset: Path, tmp_path: Path):
     output = tmp_path / "out"
     run(model, dataset, output, lora={"r": 2})
     (output / "notes.md").write_text("mine")
     (output / "checkpoint-99").mkdir()
     before = {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
-    assert main(arguments(model, dataset, output)) == 2
-    assert "is not empty; use --resume" in capsys.readouterr().err
+    command_refused(arguments(model, dataset, output), "output.not-empty", "--resume")
     assert {path: path.read_bytes() for path in output.rglob("*") if path.is_file()} == before
-    assert main(arguments(model, dataset, output, "--overwrite", "--tile", "0")) == 2
+    command_refused(arguments(model, dataset, output, "--overwrite", "--tile", "0"), "option.malformed", "tile=0")
     assert {path: path.read_bytes() for path in output.rglob("*") if path.is_file()} == before
     assert main(arguments(model, dataset, output, "--overwrite")) == 0
     assert not list(output.glob("adapter_*")), "an adapter left behind would be loaded in place of the new model"

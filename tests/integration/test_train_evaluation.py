@@ -11,6 +11,7 @@ import torch
 from transformers import TrainerCallback
 
 import tiny_run
+from refusals import command_refused
 from seqtile.cli import main
 from seqtile.install.runs import forget_runs, what_ran
 from seqtile.train.recipe import build_recipe
@@ -125,21 +126,21 @@ def test_everyday_flags_reach_the_trainer(
 
 
 @pytest.mark.parametrize(
-    ("more", "words"),
+    ("more", "refusal"),
     [
-        (["--eval-steps", "5"], "without eval_dataset; add --eval-dataset"),
-        (["--eval-dataset", "missing.jsonl"], "dataset 'missing.jsonl' does not exist"),
-        (["--eval-dataset", "{rows}", "--eval-steps", "5", "--save-steps", "2"], "is not a multiple of save_steps 2"),
-        (["--packing", "some"], "packing"),
-        (["--report-to", "none,wandbb"], "got report_to 'wandbb'"),
-        (["--lr-scheduler-type", "sideways"], "sideways is not a valid SchedulerType"),
-        (["--batch-size", "0"], "batch_size"),
+        (["--eval-steps", "5"], ("eval-steps.without-eval-dataset",)),
+        (["--eval-dataset", "missing.jsonl"], ("dataset.not-found", "'missing.jsonl'")),
+        (
+            ["--eval-dataset", "{rows}", "--eval-steps", "5", "--save-steps", "2"],
+            ("eval-steps.not-multiple-of-save-steps",),
+        ),
+        (["--packing", "some"], ("option.unknown-choice", "packing")),
+        (["--report-to", "none,wandbb"], ("report-to.unknown", "'wandbb'")),
+        (["--lr-scheduler-type", "sideways"], ("trainer.refused", "sideways is not a valid SchedulerType")),
+        (["--batch-size", "0"], ("recipe.invalid-value", "batch_size")),
     ],
 )
-def test_bad_flags(
-    folder: Path, tmp_path: Path, more: list[str], words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_flags(folder: Path, tmp_path: Path, more: list[str], refusal: tuple[str, ...]) -> None:
     given = [word.format(rows=folder / "rows.jsonl") for word in more]
-    assert main(flags(folder, tmp_path / "out", *given)) == 2
-    assert words in capsys.readouterr().err.splitlines()[-1]
+    command_refused(flags(folder, tmp_path / "out", *given), *refusal)
     assert not (tmp_path / "out").exists()

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 import tiny_run
+from refusals import command_refused
 from seqtile.cli import main
 from seqtile.train.recipe import build_recipe, read_recipe
 from seqtile.train.result_report import Outcome
@@ -137,16 +138,13 @@ def test_a_dry_run_shows_visual_tokens_and_the_first_row(
 
 
 @pytest.mark.parametrize("name", ["gone.png", "rows.jsonl"])
-def test_a_row_without_its_picture_is_refused_before_the_model_is_read(
-    name: str, folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_row_without_its_picture_is_refused_before_the_model_is_read(name: str, folder: Path, tmp_path: Path) -> None:
     rows = tiny_run.picture_rows(folder, pictures=3, videos=0)
     rows[1]["messages"][0]["content"][0]["image"] = name
     data = tiny_run.write_jsonl(folder / "bad.jsonl", rows)
     flags = ["--model", str(folder / "model"), "--dataset", str(data), "--trust-remote-code", "--max-length", "128"]
-    assert main(["train", *flags, "--output", str(tmp_path / "out")]) == 2
-    shown = capfd.readouterr().err
-    assert "row 2" in shown and name in shown and "loading the weights" not in shown
+    command = ["train", *flags, "--output", str(tmp_path / "out")]
+    assert "loading the weights" not in command_refused(command, "dataset.invalid-row", "row 2", name)
     assert not (tmp_path / "out").exists()
 
 
