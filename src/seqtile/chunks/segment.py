@@ -35,7 +35,7 @@ from seqtile.engines.flat import is_flat_view, named_weights
 from seqtile.engines.zero12 import reduces_as_they_arrive
 from seqtile.recognise.live_weights import foreign_hooks, seen_inside
 from seqtile.state.state_cache import cache_argument
-from seqtile.state.tile_call import given
+from seqtile.state.tile_call import argument_value
 from seqtile.tiling import StateTiles, chunk_sizes, tile_ranges
 
 WHOLE, ALONE, TOGETHER = "whole", "alone", "together"
@@ -153,7 +153,7 @@ class ChunkForward(Installed):
         if not torch.is_grad_enabled() and not module.training:
             return self.original(*args, **kwargs)
         checkpointed = module.training and torch.is_grad_enabled() and getattr(module, "gradient_checkpointing", False)
-        cache = None if self.cache is None else given(args, kwargs, self.cache)
+        cache = None if self.cache is None else argument_value(args, kwargs, self.cache)
         if cache is not None and not torch.is_grad_enabled():
             return self.original(*args, **kwargs)  # generate() on a model in training mode
         segment, position = self.segment, self.chunk.position

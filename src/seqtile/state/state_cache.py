@@ -1,7 +1,7 @@
 """A cache object that passes one layer's state from tile to tile.
 
 Transformers' own cache writes the state in place, so that its gradient is lost or autograd refuses the backward. This
-one keeps what it is given, and what it has been given it never writes.
+one stores the tensors that it receives, and never writes into them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from seqtile._compat import CACHE_ARGUMENTS
 
 Key = tuple[str, int]
-"""``"convolution"`` or ``"recurrent"``, and which of them."""
+"""``"convolution"`` or ``"recurrent"``, and the number of that state in its layer."""
 
 
 def cache_argument(module: nn.Module) -> tuple[str, int] | None:
@@ -28,7 +28,7 @@ def cache_argument(module: nn.Module) -> tuple[str, int] | None:
 
 
 class CarriedState:
-    """The state of one layer, handed from tile to tile: what transformers' cache is to a layer, without its writes.
+    """The state of one layer, passed from tile to tile in place of transformers' cache.
 
     Attributes:
         tensors: the state; replaced as the layer updates it.
@@ -39,7 +39,7 @@ class CarriedState:
 
     @property
     def layers(self) -> StatesOfLayer:
-        """By number of the layer, as transformers before 5.21 reads a state."""
+        """The states indexed by layer, as transformers before 5.21 reads them."""
         return StatesOfLayer(self)
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
@@ -53,17 +53,17 @@ class CarriedState:
     def update_conv_state(
         self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None, **_: Any
     ) -> Tensor:
-        """A tile's inputs ``[B, channels, t]`` behind those before it; the last ``conv_kernel_size`` are kept."""
+        """Append a tile's inputs ``[B, channels, t]`` to the earlier ones, and store the last ``conv_kernel_size``."""
         earlier = self.tensors.get(("convolution", state_idx))
         whole = conv_states if earlier is None else torch.cat([earlier, conv_states], dim=-1)
         kernel = conv_kernel_size or (conv_states if earlier is None else earlier).shape[-1]
         missing = max(0, kernel - whole.shape[-1])
-        # Copied, since a slice would keep the whole tile.
+        # Cloned, since a slice would keep the whole tile in memory.
         self.tensors["convolution", state_idx] = F.pad(whole[..., -kernel:], (missing, 0)).clone()
         return F.pad(whole, (missing, 0)) if missing else whole
 
     def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
-        """Keep the state after the tile."""
+        """Store the state after the tile."""
         self.tensors["recurrent", state_idx] = recurrent_states
         return recurrent_states
 
@@ -72,17 +72,17 @@ class CarriedState:
         return bool(self.tensors)
 
     def is_recording_past(self, layer_idx: int) -> bool:
-        """Whether earlier states are kept to go back to them."""
+        """Whether the cache stores earlier states, to return to them: never."""
         return False
 
 
 class StatesOfLayer:
-    """One layer of a cache, whichever number is asked for.
+    """The layer of a :class:`CarriedState`, under every layer's number.
 
     Attributes:
-        conv_states: what :meth:`CarriedState.get_conv_state` gives; of more than one state by number.
-        recurrent_states: likewise.
-        record_past: whether earlier states are kept to go back to them.
+        conv_states: the state of :meth:`CarriedState.get_conv_state`, indexed by number from transformers 5.14 on.
+        recurrent_states: the state of :meth:`CarriedState.get_recurrent_state`, likewise.
+        record_past: whether earlier states are stored, to return to them.
     """
 
     record_past = False
@@ -106,7 +106,7 @@ class _ByNumber:
 
 @functools.cache
 def numbers_states() -> bool:
-    """Whether a layer of transformers' own cache has its states by number; before 5.14 it has one of each kind."""
+    """Whether transformers' own cache numbers the states of a layer; before 5.14 a layer has one of each kind."""
     from transformers.cache_utils import LinearAttentionLayer
 
     return isinstance(LinearAttentionLayer().conv_states, Mapping)

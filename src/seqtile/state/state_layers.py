@@ -30,7 +30,7 @@ class Carrier:
 
     Attributes:
         layer: qualified name of its decoder layer.
-        mixer: qualified name of what carries the state.
+        mixer: qualified name of the mixer that carries the state.
         whole: qualified name of the outermost module around the mixer with neither attention nor another state in it.
         kind: kind of the state.
     """
@@ -69,10 +69,10 @@ class StateTechnique(ForwardsTechnique):
     name = "state"
 
     def check(self) -> None:
-        """Refuse a number of tokens where nothing carries a state.
+        """Refuse ``state=N`` for a model without layers that carry a state.
 
         Raises:
-            UserError: no layer does.
+            UserError: no layer carries a state.
         """
         if self.options.state != "auto" and not any(find_carriers(self.model)):
             raise UserError(
@@ -98,7 +98,7 @@ class StateTechnique(ForwardsTechnique):
 def _install_state(model: nn.Module, tile: int | str) -> TechniqueResult:
     proofs, left, done = StateProofs(), list[Left](), Counter[tuple[str, str]]()
     carriers = [*find_carriers(model)]
-    later = False
+    unproven = False
     with for_training(model):
         for carrier in carriers:
             whole, why, ready = _choose(model, carrier, proofs)
@@ -108,16 +108,16 @@ def _install_state(model: nn.Module, tile: int | str) -> TechniqueResult:
                 left.append(Left(name, type(model.get_submodule(name)).__name__, why))
             if not whole:
                 continue
-            later |= not ready
+            unproven |= not ready
             for name in dict.fromkeys((carrier.mixer, whole)):
                 _install_forward(model, name, StateSetting(tile, name, carrier.layer), proofs)
             if whole != carrier.layer and "forward" not in model.get_submodule(carrier.layer).__dict__:
                 _install_forward(
                     model, carrier.layer, StateSetting(tile, carrier.layer, carrier.layer, runs=False), proofs
                 )
-            mark_leaf(model.get_submodule(carrier.layer))  # which the layer's stand-in takes off again
+            mark_leaf(model.get_submodule(carrier.layer))  # the layer's replacement removes the mark again
             done[carrier.kind, "whole layers" if whole != carrier.mixer else "the mixers alone"] += 1
-    sentence = _sentence(done, len(carriers), tile, later)
+    sentence = _sentence(done, len(carriers), tile, unproven)
     if carriers and not done:
         sentence += f": {'; '.join(dict.fromkeys(carrier.why for carrier in left))}"
         logger.warning("%s", sentence)
@@ -125,8 +125,8 @@ def _install_state(model: nn.Module, tile: int | str) -> TechniqueResult:
 
 
 def _choose(model: nn.Module, carrier: Carrier, proofs: StateProofs) -> tuple[str, str, bool]:
-    """(name of what runs in tiles, why nothing or the mixer alone does, whether that is proven already)."""
-    why, ready, of_whole = "", True, ""
+    """Return (name of the module that runs in tiles or "", why not the whole layer, whether it is proven already)."""
+    why, ready, why_not_whole = "", True, ""
     for name in dict.fromkeys((carrier.whole, carrier.mixer)):
         module = model.get_submodule(name)
         forward = module.__dict__.get("forward")
@@ -136,11 +136,13 @@ def _choose(model: nn.Module, carrier: Carrier, proofs: StateProofs) -> tuple[st
             why = f"{type(module).__name__} accepts no cache, so tiles cannot pass its state on"
         else:
             ready = is_here(module)
-            tried = module if has_values(module) else model.get_submodule(carrier.mixer)  # routing has no shapes alone
+            tried = (
+                module if has_values(module) else model.get_submodule(carrier.mixer)
+            )  # experts cannot be routed by shapes alone
             why = proofs.why_not(tried, hidden_states_for(model, tried)) if ready else ""
             if not why:
-                return name, of_whole, ready and tried is module
-        of_whole = why
+                return name, why_not_whole, ready and tried is module
+        why_not_whole = why
     return "", why, ready
 
 
@@ -152,22 +154,22 @@ def hidden_states_for(model: nn.Module, module: nn.Module) -> torch.Tensor:
 
 
 def _install_forward(model: nn.Module, name: str, setting: StateSetting, proofs: StateProofs) -> None:
-    standing = StateForward(model.get_submodule(name), setting, proofs)
-    standing.install()
-    standing.check()
+    forward = StateForward(model.get_submodule(name), setting, proofs)
+    forward.install()
+    forward.check()
 
 
-def _sentence(done: Counter[tuple[str, str]], total: int, tile: int | str, later: bool) -> str:
+def _sentence(done: Counter[tuple[str, str]], total: int, tile: int | str, unproven: bool) -> str:
     if not total:
         return "no layer carries a state"
     size = f"about {STATE_TOKENS:,}" if tile == "auto" else f"{tile:,}"
     what = ", ".join(f"{count} of {state}, {how}" for (state, how), count in done.items()) or "none"
-    proven = ", verified at their first call" if later else ""
+    proven = ", verified at their first call" if unproven else ""
     return f"layers with a state in tiles of {size} tokens: {sum(done.values())} of {total} ({what}){proven}"
 
 
 def can_carry(model: nn.Module) -> bool:
-    """Whether ``state`` could have some layer of ``model`` run in tiles."""
+    """Whether ``state`` could run some layer of ``model`` in tiles."""
     proofs = StateProofs()
     with for_training(model):
         return any(_choose(model, carrier, proofs)[0] for carrier in find_carriers(model))

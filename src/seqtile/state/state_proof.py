@@ -1,10 +1,10 @@
-"""Check that a layer computes the same in tiles that pass its state on: run both ways, outputs and gradients.
+"""Check that a layer gives the same outputs and gradients in tiles that pass its state on.
 
-Kernels and caches differ in what they do with a state that comes in: some take it, some take it and give it no
-gradient, some drop it. So the layer itself is asked, in the mode in which it runs, on a few tokens: whole, and in two
-and in three tiles. Where a layer has several states, one that is lost may change the output by less than its rounding,
-so each is also looked at by itself: whether a tile reads it and leaves it with a gradient, and whether tiles end with
-the state, and with that state's gradient, that one tile ends with, to a third of what leaving it out would do.
+Kernels and caches differ in how they treat an incoming state: some use it, some use it without a gradient, some drop
+it. So the layer itself runs a trial on a few tokens, in its present mode: whole, in two tiles and in three. If a layer
+has several states, the loss of one may change the output by less than its rounding. So each state is also checked by
+itself: a tile must read it and leave it with a gradient, and the final state and its gradient must be those of the
+whole run, up to a third of the error that dropping the state would cause.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from seqtile.tiling import StateTiles
 
 TOKENS, PADDING = 23, 3
 TILES = (2, 21), (9, 8, 6)
-"""Tiles of the trial; the first begins with as few tokens as a tile may have."""
+"""Tile sizes of the trial; its first tile has the fewest tokens that a tile may have."""
 
 LAST_SHORT = (12, 9, 2)
-"""Tiles after which the states are compared: few tokens in the last, as some states are forgotten within ten."""
+"""Tile sizes for the comparison of final states; the last is short, as some layers forget within ten tokens."""
 
 TOLERANCE = {True: 3e-2, False: 1e-3}
-"""Largest error of an output or a gradient, relative to its norm, in low precision and else. Kernels compute in fp32
-whatever the weights are."""
+"""Largest error of an output or a gradient, relative to its norm, by whether the precision is low. Kernels compute in
+fp32 whatever the weights' dtype."""
 
 TELLS = 3.0
 """Dropping a state must change the final states by at least this many times their error."""
 
 LEAST = 0.1
-"""Part of the tolerance that a state may be off after tiles however little the state before them does to it."""
+"""Fraction of the tolerance by which a final state may always be off, however small the effect of dropping it."""
 
 SMALL = 1e-3
-"""Gradients smaller than this part of the largest one are judged relative to that part of it."""
+"""Gradients below this fraction of the largest one are compared relative to that fraction."""
 
 
 class StateProofs:
@@ -64,8 +64,8 @@ class StateProofs:
         """Why ``module`` cannot run in tiles on hidden states such as ``x``, or "".
 
         Cost:
-            Some 10 µs per weight; where nothing is known of such a layer, nine forwards and backwards of 46 tokens,
-            and a gradient of each of its weights at a time.
+            About 10 µs per weight; the first layer of a kind takes nine forwards and backwards of 46 tokens, and
+            memory for one gradient of each of its weights.
         """
         cast = Autocast.of(x)
         shapes = [(name, tuple(w.shape), w.dtype, w.requires_grad) for name, w in named_weights(module)]
@@ -76,23 +76,23 @@ class StateProofs:
 
 
 def is_here(module: nn.Module) -> bool:
-    """Whether no weight of ``module`` is in shards; else it is tried when it is first called."""
+    """Whether no weight of ``module`` is in shards; otherwise its trial runs at its first call."""
     return all(weight.numel() for weight in module.parameters())
 
 
 def has_values(module: nn.Module) -> bool:
-    """Whether its weights are numbers; on the meta device and as fake tensors they are shapes alone."""
+    """Whether the weights have values; fake tensors and those on the meta device have shapes alone."""
     return not any(weight.is_meta or isinstance(weight, FakeTensor) for weight in module.parameters())
 
 
 def _try(module: nn.Module, x: Tensor) -> str:
     try:
-        # The hooks keep what the trial saves from a checkpoint around the layer, which counts it. They pack no tensor
-        # with a graph: a node that saves its own output would form a cycle and leak the trial's graph.
+        # The hooks hide the trial's saved tensors from a checkpoint around the layer, which counts them. They detach:
+        # a node that saves its own output would form a cycle and leak the trial's graph.
         with without_dropouts(module), torch.enable_grad(), saved_tensors_hooks(Tensor.detach, lambda saved: saved):
             return (_compare_tiles if has_values(module) else _connect)(_Trial(module, x))
     except Exception as error:
-        if is_out_of_memory(error):  # tells nothing of the layer
+        if is_out_of_memory(error):  # not the layer's fault
             raise
         if isinstance(error, AttributeError) and isinstance(error.obj, CarriedState):
             return f"it uses its cache in an unsupported way ({error.name})"
@@ -116,7 +116,7 @@ def _compare_tiles(trial: _Trial) -> str:
 
 
 def _connect(trial: _Trial, values: bool = False) -> str:
-    """Whether a tile leaves each state, and reads each before it, with a gradient; of shapes unless ``values``."""
+    """Why a tile does not leave or read some state with a gradient, or ""; without ``values`` only graphs count."""
     x = trial.x.detach().requires_grad_()
     first, second = x.split(TILES[0], dim=1)
     call = trial.call(x)
@@ -154,7 +154,7 @@ def _output_of(result: Any) -> Tensor:
 
 
 class _Trial:
-    """A layer with weights of its own to differentiate by, and inputs."""
+    """A layer with detached weights to differentiate by, and random inputs."""
 
     def __init__(self, module: nn.Module, x: Tensor) -> None:
         shape, random = (2, TOKENS, x.shape[-1]), torch.Generator("cpu").manual_seed(0)
@@ -176,11 +176,11 @@ class _Trial:
         ]  # fmt: skip
         self.others = dict.fromkeys(name for name in required if name not in CACHE_ARGUMENTS)
 
-    def _words(self, padded: bool) -> dict[str, Any]:
+    def _kwargs(self, padded: bool) -> dict[str, Any]:
         return {**self.others, "attention_mask": self.mask} if padded else dict(self.others)
 
     def whole(self, x: Tensor, padded: bool = False) -> Any:
-        return self._with_weights(lambda: forward_of(self.module)(x, **self._words(padded)))
+        return self._with_weights(lambda: forward_of(self.module)(x, **self._kwargs(padded)))
 
     def _with_weights(self, run: Callable[[], Any]) -> Any:
         named = {f"0.{name}": weight for name, weight in self.weights.items()}
@@ -188,17 +188,17 @@ class _Trial:
             return call_with_weights(ParameterSwap((self.module,)), named, (run,))
 
     def call(self, x: Tensor, padded: bool = False) -> TileCall:
-        """The call that is cut."""
+        """The call that is cut into tiles."""
         assert self.cache is not None
-        return TileCall((x,), self._words(padded), self.cache)
+        return TileCall((x,), self._kwargs(padded), self.cache)
 
     def step(self, call: TileCall, x: Tensor, state: State) -> tuple[Any, State]:
-        """One tile: what it returns, and the state after it."""
+        """Run one tile; return its result, and the state after it."""
         result: tuple[Any, State] = self._with_weights(lambda: call.run(self.module, [x], state))
         return result
 
     def _ends(self, sizes: Sequence[int], without: int | None = None) -> dict[str, Tensor]:
-        """The states after tiles of these sizes, and the gradient of each of them; zeros for the state ``without``."""
+        """The states after tiles of these sizes, with gradients; state ``without`` is zeroed before each tile."""
         x = self.x.detach().requires_grad_()
         call, state = self.call(x), State()
         for tile in x.split([*sizes], dim=1):
@@ -213,7 +213,7 @@ class _Trial:
         return ends
 
     def ends_elsewhere(self) -> str:
-        """Which state is another one after three tiles than after one, or has another gradient, or ""."""
+        """Why some final state or its gradient differs between three tiles and one, or ""."""
         whole, tiled = self._ends((TOKENS,)), self._ends(LAST_SHORT)
         for number, state in enumerate([*whole][::2]):
             without = self._ends(LAST_SHORT, number)
@@ -228,7 +228,7 @@ class _Trial:
         return in_tiles(self.module, call, call.tensors, StateTiles(tuple(sizes), frozenset()), lambda: self.weights)
 
     def gradients(self, run: Callable[[Tensor], Any]) -> dict[str, Tensor]:
-        """Output, and the gradients of the input and of every weight that trains."""
+        """The output, and the gradients of the input and of every weight that trains."""
         x = self.x.detach().requires_grad_()
         y = _output_of(run(x))
         computed = torch.autograd.grad(y, [x, *self.weights.values()], self.upstream.to(y.dtype), allow_unused=True)
@@ -237,7 +237,7 @@ class _Trial:
         return {"its output": y.detach(), **gradients}
 
     def differs(self, got: Mapping[str, Tensor], expected: Mapping[str, Tensor], how: str) -> str:
-        """Why they are not the same, or ""."""
+        """Why outputs or gradients differ, or ""."""
         error, name = distance(got, expected)
         if error <= self.tolerance:
             return ""
@@ -249,7 +249,7 @@ def _relative(got: Tensor, expected: Tensor) -> float:
 
 
 def distance(got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> tuple[float, str]:
-    """The largest relative error (L2), and of what; infinite where something is missing or not finite."""
+    """The largest relative error (L2) and the name of its tensor; infinite for one that is missing or not finite."""
     if got.keys() != expected.keys():
         return float("inf"), sorted(got.keys() ^ expected.keys())[0]
     norms = {name: float(tensor.float().norm()) for name, tensor in expected.items()}

@@ -17,10 +17,10 @@ from seqtile.state.state_cache import CarriedState, Key
 from seqtile.tiling import StateTiles
 
 DOCUMENTS = ("cu_seq_lens_q", "cu_seqlens", "seq_idx")
-"""Arguments that say where the documents of a packed sequence begin."""
+"""Arguments that mark where the documents of a packed sequence begin."""
 
 OF_DOCUMENTS = (*DOCUMENTS, "cu_seq_lens_k", "max_length_q", "max_length_k")
-"""These, and what comes with them: a tile holds one document, so it gets none of them."""
+"""All arguments about documents; a tile gets none of them, since its documents are sequences of a batch."""
 
 
 class ReadWholeError(RuntimeError):
@@ -28,7 +28,7 @@ class ReadWholeError(RuntimeError):
 
 
 class _Uncut:
-    """Placeholder for such an argument; a layer may pass it on, and nothing else."""
+    """Placeholder for an argument that cannot be cut; a layer may pass it on, but not read it."""
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         self.__dict__["_shape"] = shape
@@ -49,12 +49,12 @@ class TileCall:
     """The arguments of one call, of which the tensors ``[B, T, ...]`` and ``[1, T, ...]`` are cut along ``T``.
 
     Args:
-        args: by position; the first floating tensor of the call is the hidden states, ``[B, T, D]``.
-        words: by name.
+        args: positional arguments; the first floating tensor of the call is the hidden states, ``[B, T, D]``.
+        kwargs: keyword arguments.
         cache: name and position of the argument that takes the state.
 
     Attributes:
-        tensors: what is cut, the hidden states first.
+        tensors: the tensors that are cut, the hidden states first.
         documents: lengths of the documents that the sequence holds; empty where the call names none.
         why_whole: why the call cannot be cut, or "".
     """
@@ -113,11 +113,11 @@ class TileCall:
 
     @property
     def states(self) -> list[str]:
-        """The states that a tile left, in the order in which they are passed on."""
+        """Names of the states that a tile leaves, in the order in which they are passed on."""
         return [f"{name} state" + f" {number}" * bool(number) for name, number in self._keys]
 
     def run(self, module: nn.Module, tiles: Sequence[Tensor], state: State, documents: int = 1) -> tuple[Any, State]:
-        """``module`` on one tile that begins with ``state``; what it returns, and the state after it."""
+        """Run ``module`` on one tile that begins with ``state``; return its result, and the state after it."""
         leaves = list(self._leaves)
         for number, tile in zip(self._cut, tiles, strict=True):
             leaves[number] = tile if documents == 1 else tile.unflatten(1, (documents, -1)).squeeze(0)
@@ -137,7 +137,7 @@ class TileCall:
         return result, tuple([carried.tensors[key] for key in keys])
 
 
-def given(args: Sequence[Any], kwargs: Mapping[str, Any], argument: tuple[str, int]) -> Any:
+def argument_value(args: Sequence[Any], kwargs: Mapping[str, Any], argument: tuple[str, int]) -> Any:
     """The value of an argument, None where the call has none."""
     name, position = argument
     return args[position] if position < len(args) else kwargs.get(name)
@@ -155,13 +155,13 @@ def in_tiles(
     module: nn.Module, call: TileCall, tensors: Sequence[Tensor], cuts: StateTiles, weights: Weights,
     changed: Changed = str,
 ) -> Any:  # fmt: skip
-    """One call of ``module`` in tiles.
+    """Run one call of ``module`` in tiles.
 
     Args:
         module: the layer or the mixer.
         call: its arguments.
-        tensors: those that are cut.
-        cuts: where.
+        tensors: the tensors to cut.
+        cuts: the tiles.
         weights: its live weights by name.
         changed: as for :func:`seqtile.ops.tile_checkpoint.run_in_tiles`.
     """

@@ -15,7 +15,7 @@ from seqtile.engines.zero12 import reduces_as_they_arrive
 from seqtile.recognise.live_weights import seen_inside
 from seqtile.state.state_cache import cache_argument
 from seqtile.state.state_proof import StateProofs
-from seqtile.state.tile_call import ReadWholeError, TileCall, given, in_tiles
+from seqtile.state.tile_call import ReadWholeError, TileCall, argument_value, in_tiles
 from seqtile.tiling import state_tiles
 
 
@@ -37,12 +37,12 @@ class StateSetting:
 
 
 class StateForward(Installed):
-    """``forward`` of one layer or mixer, over tiles of its sequence that hand a state on.
+    """``forward`` of one layer or mixer, over tiles of its sequence that pass a state on.
 
     Args:
         module: the layer or the mixer.
         setting: how it is tiled.
-        proofs: what is proven of modules like it.
+        proofs: cached proofs of the model's layers.
     """
 
     def __init__(self, module: nn.Module, setting: StateSetting, proofs: StateProofs) -> None:
@@ -69,7 +69,7 @@ class StateForward(Installed):
             return self.original(*args, **kwargs)
         # Without gradients a layer keeps its cache: generate() on a model in training mode.
         checkpointed = module.training and torch.is_grad_enabled() and getattr(module, "gradient_checkpointing", False)
-        if given(args, kwargs, cache) is not None and not checkpointed:
+        if argument_value(args, kwargs, cache) is not None and not checkpointed:
             return self.run_whole("it was called with a cache; pass use_cache=False", args, kwargs)
         if any(HOOKS_OF_ALL) and (hook := hook_on_every_module()):
             return self.run_whole(f"a hook on every module ({hook}) would see tiles", args, kwargs)
@@ -91,7 +91,7 @@ class StateForward(Installed):
         def tiled(*tensors: Tensor) -> Any:
             return in_tiles(module, call, tensors, cuts, lambda: dict(named_weights(module)), changed)
 
-        tensors, call.tensors = call.tensors, []  # must not keep alive what a checkpoint offloads
+        tensors, call.tensors = call.tensors, []  # so that the call keeps no tensor alive that a checkpoint offloads
         try:
             if checkpointed and checkpoints_in_forward(module):
                 return getattr(module, CHECKPOINT_FUNCTION)(tiled, *tensors)
