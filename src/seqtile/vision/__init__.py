@@ -1,1 +1,1 @@
-"""The vision tower in groups of frames, pictures or clips: its activations are those of one group at a time."""
+"""Run a vision tower in groups of frames, pictures or videos, with the activations of one group at a time."""

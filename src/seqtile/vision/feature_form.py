@@ -1,8 +1,8 @@
-"""The form of a result with features of pictures, and how the results of groups go back together.
+"""The form of a result with features of pictures, and how the results of groups are joined.
 
-A result has tensors, lists with one entry per picture, and lists of these (one per layer of DeepStack). Which is which
-shows in two results, of two pictures and of one: a list per picture has two entries, then one. Features are joined as
-rows ``[R, D]``.
+A result has tensors, lists with one entry per picture, and lists of these (one per layer of DeepStack). The results of
+two pictures and of one tell them apart: a list per picture has two entries in the first and one in the second. Features
+are joined as rows ``[R, D]``.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from seqtile.vision.picture_call import NotCutError
 
 POOLED = "pooler_output"
 INNER = ("last_hidden_state", "hidden_states", "attentions")
-"""What a model does not read once it has pooled features. Those of all frames take more memory than the features."""
+"""Outputs that a model does not read beside pooled features; for all frames they take more memory than those."""
 
 
 @dataclass(frozen=True)
 class FeatureTensor:
-    """A tensor of features; ``by_owner`` where all of an owner's are along the second dimension, ``[owners, n, D]``."""
+    """A tensor of features; with ``by_owner`` it is ``[owners, n, D]``, with all ``n`` features of an owner."""
 
     by_owner: bool
 
@@ -60,12 +60,12 @@ class GroupShapes:
 
 
 def form_of(whole: Any, part: Any, units: int) -> Form:
-    """The form of results.
+    """The form of results, found by comparing two.
 
     Args:
         whole: result for two pictures or rows of them.
         part: result for one.
-        units: what the former can be cut into.
+        units: number of units in the call of ``whole``.
     """
     if isinstance(whole, Tensor):
         if whole.dim() < 2:
@@ -83,7 +83,7 @@ def form_of(whole: Any, part: Any, units: int) -> Form:
 
 
 def rows_of(form: Form, result: Any, shapes: GroupShapes) -> Iterator[Tensor]:
-    """The features of a result of this form as rows ``[R, D]``; ``shapes`` gets the rest."""
+    """The features of a result as rows ``[R, D]``; ``shapes`` records the shapes that :func:`restored` needs."""
     if isinstance(form, FeatureTensor):
         shapes.tails.append(tuple(result.shape[2 if form.by_owner else 1 :]))
         yield result.reshape(-1, result.shape[-1])
@@ -97,14 +97,14 @@ def rows_of(form: Form, result: Any, shapes: GroupShapes) -> Iterator[Tensor]:
 
 
 def joined(rows: Sequence[Tensor]) -> Tensor:
-    """Rows one after another; those of one tensor are not copied."""
+    """Concatenate rows; a single tensor is not copied."""
     return rows[0] if len(rows) == 1 else torch.cat([*rows])
 
 
 def restored(
     form: Form, rows: Iterator[Tensor], entries: Iterator[list[int]], tails: Iterator[tuple[int, ...]], owners: int
 ) -> Any:
-    """The result of this form around joined rows.
+    """Rebuild a result of this form from joined rows.
 
     Args:
         form: form of the result.

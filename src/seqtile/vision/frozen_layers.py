@@ -1,4 +1,4 @@
-"""A frozen tower before a projector that trains: the projector's input is kept, and a recompute runs no frozen layer.
+"""Skip the frozen layers of a tower in recomputes: the input of the trained projector after them is kept instead.
 
 In a recompute, frozen layers whose inputs need no gradient return zeros of the right shape, so that the code between
 modules still runs. A trained module gets the inputs that it got in the forward. The trial of
@@ -22,8 +22,8 @@ class FrozenLayers:
     """The results of frozen layers of one call, group by group.
 
     Args:
-        modules: what computes features.
-        trained: weights that get a gradient.
+        modules: the modules that compute features.
+        trained: the weights that get a gradient.
     """
 
     def __init__(self, modules: Collection[nn.Module], trained: Collection[Tensor]) -> None:
@@ -45,7 +45,7 @@ class FrozenLayers:
             self._heads.append(module)
 
     def _is_stack(self, module: nn.Module) -> bool:
-        """Whether it is a list of frozen layers, which a tower has and a projector does not."""
+        """Whether the module is a list of frozen layers, which a tower has and a projector does not."""
         return isinstance(module, nn.ModuleList) and self._is_frozen(module)
 
     def _is_frozen(self, module: nn.Module) -> bool:
@@ -53,7 +53,7 @@ class FrozenLayers:
 
     def __bool__(self) -> bool:
         if any(getattr(head, "gradient_checkpointing", False) for head in self._heads):
-            return False  # its own recompute would get the zeros
+            return False  # the head's own recompute would get the zeros
         return bool(self._heads) and any(True for layer in self._layers for _ in layer.parameters())
 
     @contextmanager
@@ -73,7 +73,7 @@ class FrozenLayers:
                 self._inputs[index].append((random, tree_map(keep, (args, kwargs))))
                 return None
             random, kept = next(inputs)
-            random.restore()  # frozen layers may have drawn
+            random.restore()  # the frozen layers that are skipped may draw random numbers
             return _merged(kept, (args, kwargs))
 
         def layer_forward(forward: Any) -> Any:

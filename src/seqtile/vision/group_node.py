@@ -1,4 +1,4 @@
-"""Features of pictures, one group after another, as one node of the graph.
+"""Compute features of pictures one group after another, as one autograd node.
 
 The node is that of tiled layers (:mod:`seqtile.ops.tile_checkpoint`): pixels are saved, each group is recomputed in
 backward with its random numbers, and each weight gets one gradient.
@@ -25,7 +25,7 @@ from seqtile.vision.picture_call import Units
 class GroupCuts(Cuts):
     """Groups of pictures: a tile is a slice of each input along its first dimension, an output has rows ``[R, D]``.
 
-    How many rows a group has is known once it has run.
+    The number of rows of a group is known only after it has run.
     """
 
     def __init__(self, units: Units, groups: Sequence[tuple[int, int]]) -> None:
@@ -81,7 +81,7 @@ class GroupOutputs(Outputs):
 
 
 class _Keeping(torch.autograd.Function):
-    """Its input, and a node that keeps memory until it is freed."""
+    """The identity, with a node that holds memory until it is freed."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, nbytes: int) -> Tensor:

@@ -1,7 +1,8 @@
-"""Check that pictures do not see each other: compute features of a few, whole and in groups, at the first call.
+"""Check that pictures do not depend on each other: compute the features of a few, whole and in groups.
 
-Another first or last picture must not move a bit of the others' features, and groups must give the same features and
-the same gradients of the weights. Where frames of one video see each other, whole videos are tried.
+The check runs at the first call. Another first or last picture must not change one bit of the others' features, and
+groups must give the same features and weight gradients. If frames of one video depend on each other, the check is
+repeated with whole videos.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ from seqtile.vision.picture_call import NotCutError, PictureCall, Units, has_vid
 
 @dataclass(frozen=True)
 class GroupProof:
-    """What is known of calls of one kind.
+    """The result of the check for calls of one kind.
 
     Attributes:
-        units: what they are cut into; None where they run whole.
-        form: form of their results.
+        units: the units that a call is cut into; None if it runs whole.
+        form: the form of its result.
         trained: names of the weights that get a gradient.
-        skips_frozen: whether a recompute leaves out the frozen layers before what trains.
-        why_not: why they run whole, or why larger parts than frames are cut, or "".
+        skips_frozen: whether a recompute skips the frozen layers before the trained modules.
+        why_not: why calls run whole, or why their units are larger than frames, or "".
     """
 
     units: type[Units] | None = None
@@ -59,19 +60,19 @@ class GroupProofs:
         self, owner: nn.Module, modules: Sequence[nn.Module], computing: Sequence[nn.Module], call: PictureCall,
         method: Callable[..., Any], weights: Mapping[str, Tensor],
     ) -> GroupProof:  # fmt: skip
-        """The proof for calls such as this one.
+        """The proof for calls like this one.
 
         Args:
-            owner: whose method it is.
-            modules: those that compute features.
-            computing: children of the owner that contain these.
-            call: what was called.
-            method: with which method.
+            owner: the module whose method is called.
+            modules: the modules that compute features.
+            computing: the owner's children that contain them.
+            call: the call.
+            method: the method.
             weights: weights of the modules, by their name in the owner.
 
         Cost:
-            Some 10 µs per weight; where nothing is known, six forwards and two backwards of two pictures, or of about
-            130 patches where pictures may have any size.
+            About 10 µs per weight; the first call of a kind takes six forwards and two backwards of two pictures, or
+            of about 130 patches where pictures may have any size.
         """
         pixels = call.pixels
         shape = (pixels.shape[-1], has_videos(call)) if call.grid_name else pixels.shape[1:]
@@ -100,7 +101,7 @@ def _try_ways(
                     skips_frozen = trial.skips_frozen(computing)
                     return GroupProof(units, trial.form, trial.trained, skips_frozen, "; ".join(reasons))
         except Exception as error:
-            if is_out_of_memory(error):  # tells nothing of the model
+            if is_out_of_memory(error):  # not the model's fault
                 raise
             first = (str(error).splitlines() or [""])[0][:200]
             why = first if isinstance(error, NotCutError) else f"it raises {type(error).__name__}: {first}"
@@ -136,8 +137,8 @@ class _GroupTrial:
         return [*rows_of(self.form, result, GroupShapes())]
 
     def differs(self) -> str:
-        """What differs in groups, or ""."""
-        in_plan = active_fake_mode() is not None  # shapes alone, which tell which weights get a gradient
+        """Why features or gradients differ in groups, or ""."""
+        in_plan = active_fake_mode() is not None  # shapes suffice to find the weights that get a gradient
         if not in_plan and (why := self._one_moves_others()):
             return why
         whole = self._with_gradients(lambda: self._with_weights(lambda: self.method(**self.sample.arguments)))
@@ -202,14 +203,14 @@ class _GroupTrial:
 
 
 def _merged_side(owner: nn.Module) -> int:
-    """Patches along one side that become one feature."""
+    """Number of patches, along one side, that are merged into one feature."""
     config: Any = getattr(owner, "config", None)
     return int(getattr(getattr(config, "vision_config", config), "spatial_merge_size", None) or 1)
 
 
 @contextmanager
 def _in_evaluation(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Without random numbers and activation checkpoints."""
+    """Put modules into evaluation mode: without random numbers and activation checkpoints."""
     training = [module for module in modules if module.training]
     for module in training:
         module.training = False

@@ -18,7 +18,7 @@ class VisionTechnique(Technique):
     name = "vision"
 
     def check(self) -> None:
-        """Refuse a number of frames where the model computes no features of pictures.
+        """Refuse ``vision=N`` for a model that computes no features of pictures.
 
         Raises:
             UserError: the model has no vision tower.
@@ -30,7 +30,7 @@ class VisionTechnique(Technique):
             )
 
     def install(self, inside: Collection[str]) -> TechniqueResult:
-        """Replace the methods that compute features, in place of an earlier replacement."""
+        """Replace the methods that compute features, and any earlier replacement."""
         self.remove(self.model)
         group, class_names = self.options.vision or "auto", list[str]()
         for name, module, language in find_towers(self.model):
@@ -44,11 +44,11 @@ class VisionTechnique(Technique):
 
     @classmethod
     def standing(cls, model: nn.Module) -> list[VisionTower]:
-        """What stands in for methods of a model."""
+        """The towers of a model whose methods are replaced."""
         values = [value for module in model.modules() for value in module.__dict__.values()]
         return [*dict.fromkeys(value.tower for value in values if isinstance(value, MethodInGroups))]
 
     @classmethod
     def notes(cls, model: nn.Module) -> list[str]:
-        """What it did in the steps so far."""
+        """A sentence per tower that has run in groups so far."""
         return [tower.effect for tower in cls.standing(model) if tower.effect]

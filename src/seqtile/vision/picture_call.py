@@ -1,6 +1,6 @@
 """One call that computes the features of pictures: where it can be cut, and its arguments for a part of them.
 
-Models of Transformers compute them in one method, from the pixels to what takes the place of image tokens: the tower,
+Models of Transformers compute them in one method, from the pixels to the features that replace image tokens: the tower,
 the merger or projector behind it, and features for deeper layers. Pixels are flat patches with a grid (frames, height
 and width of each picture), or a tensor with one picture, or one row of pictures, along its first dimension.
 """
@@ -53,13 +53,13 @@ class PictureCall:
 
 
 class Units(ABC):
-    """What a call is cut into.
+    """The units into which a call can be cut.
 
     Attributes:
-        noun: name of a unit, for messages.
-        tensors: tensors that are cut along their first dimension, the pixels first.
+        noun: the units' name in messages, plural.
+        tensors: the tensors that are cut along their first dimension, the pixels first.
         rows: rows of ``tensors`` in each unit.
-        owners: the picture, or row of pictures, of each unit: results have one entry per owner.
+        owners: number of the picture, or row of pictures, that each unit belongs to; a result has one entry per owner.
         owner_count: number of owners.
     """
 
@@ -79,7 +79,7 @@ class Units(ABC):
 
         Args:
             call: the call.
-            patches: patches that become one feature, along one side.
+            patches: number of patches, along one side, that are merged into one feature.
         """
 
     @abstractmethod
@@ -88,7 +88,7 @@ class Units(ABC):
 
     @abstractmethod
     def patches(self, patch_size: int) -> list[int]:
-        """About how many patches each unit has."""
+        """Approximate number of patches of each unit."""
 
     def pieces(self, first: int, end: int) -> list[int]:
         """The owners of a group's entries of a result."""
@@ -99,7 +99,7 @@ class Units(ABC):
         return self.call.pixels.narrow(0, *self.slices(first, end))
 
     def slices(self, first: int, end: int) -> tuple[int, int]:
-        """First row and rows of a group in :attr:`tensors`."""
+        """(first row, number of rows) of a group in :attr:`tensors`."""
         return sum(self.rows[:first]), sum(self.rows[first:end])
 
 
@@ -148,7 +148,7 @@ class Frames(Units):
 
 
 class Clips(Frames):
-    """Whole videos and pictures of flat patches with a grid, where the frames of one see each other."""
+    """Whole videos and pictures of flat patches with a grid, if frames of one video depend on each other."""
 
     noun = "videos"
 
@@ -201,17 +201,17 @@ class SinglePictures(Units):
 
     def patches(self, patch_size: int) -> list[int]:
         pixels = self.call.pixels
-        of_sound = pixels.shape[-1]
-        per_picture = of_sound if pixels.dim() == 3 else pixels[0].numel() // (pixels.shape[-3] * patch_size**2)
+        time_steps = pixels.shape[-1]  # of a sound
+        per_picture = time_steps if pixels.dim() == 3 else pixels[0].numel() // (pixels.shape[-3] * patch_size**2)
         return [max(1, per_picture)] * len(self.rows)
 
 
 class FramesOfRows(Units):
-    """Pictures or frames of rows that have as many of them, ``[rows, pictures, ...]``."""
+    """Pictures or frames in rows of equal length, ``[rows, pictures, ...]``."""
 
     noun = "frames"
     drops_empty = False
-    """Whether pictures whose pixels are all zero fill up a row, and have no features."""
+    """Whether pictures whose pixels are all zero only pad a row, and have no features."""
 
     def __init__(self, call: PictureCall) -> None:
         super().__init__(call)
@@ -226,12 +226,12 @@ class FramesOfRows(Units):
         self.owner_count = lead[0]
         self.owners = [row for row in range(lead[0]) for _ in range(lead[1])]
         if self.drops_empty:
-            here = self.tensors[0].flatten(1).any(1)  # [rows * pictures]
-            self.owners = [owner for owner, kept in zip(self.owners, here.tolist(), strict=True) if kept]
+            is_picture = self.tensors[0].flatten(1).any(1)  # [rows * pictures]
+            self.owners = [owner for owner, kept in zip(self.owners, is_picture.tolist(), strict=True) if kept]
             if not self.owners:
                 raise NotCutError("it has no picture")
-            if len(self.owners) < len(here):
-                self.tensors = [tensor[here] for tensor in self.tensors]
+            if len(self.owners) < len(is_picture):
+                self.tensors = [tensor[is_picture] for tensor in self.tensors]
         self.rows = [1] * len(self.owners)
 
     @classmethod
@@ -260,7 +260,7 @@ class FramesOfRows(Units):
 
 
 class PicturesOfRows(FramesOfRows):
-    """The same where empty pictures fill up rows."""
+    """Pictures in rows of equal length that empty pictures pad."""
 
     noun = "pictures"
     drops_empty = True
@@ -281,7 +281,7 @@ def has_videos(call: PictureCall) -> bool:
 
 
 def _grid_like(call: PictureCall, grid: Sequence[Sequence[int]]) -> Tensor:
-    """A grid of other pictures; in a plan it has numbers as that of the call has, since shapes follow from them."""
+    """A grid tensor of other pictures; in a plan it has values like the call's grid, since shapes depend on them."""
     of_call = call.arguments[call.grid_name]
     with disable_current_modes() if active_fake_mode() is not None else nullcontext():
         return torch.tensor([*map(list, grid)], dtype=of_call.dtype, device=of_call.device)

@@ -31,14 +31,14 @@ from seqtile.vision.picture_call import NotCutError, PictureCall
 logger = first_rank_logger(__name__)
 
 METHODS = ("get_image_features", "get_video_features", "get_audio_features")
-"""What models of Transformers compute the features of pictures, videos and sounds with."""
+"""Methods by which models of Transformers compute the features of pictures, videos and sounds."""
 
 _PIXELS = ("pixel_values", "input_features")
 _ASKED_FOR = ("output_hidden_states", "output_attentions")
 
 
 class VisionTower(StandIn):
-    """Stands in for the methods of one module that compute features.
+    """Replaces the methods of one module that compute features.
 
     Args:
         owner: the module.
@@ -48,11 +48,11 @@ class VisionTower(StandIn):
 
     Attributes:
         most_groups: the most groups of any call so far.
-        units: what calls were cut into: frames, videos or pictures.
+        units: the units that calls were cut into: frames, videos or pictures.
         called: whether some call reached the choice of groups.
         why_whole: why the last call that ran whole did, or "".
-        live_bytes: counts live bytes in the step of a plan, where calls on fake tensors run in groups too: unverified,
-            and few of them.
+        live_bytes: returns the live bytes in a plan's step. Calls on fake tensors then run in groups too, without the
+            check of values, and only a few groups run. None outside of plans.
     """
 
     def __init__(self, owner: nn.Module, name: str, group: int | str, language: Sequence[str]) -> None:
@@ -75,7 +75,7 @@ class VisionTower(StandIn):
         self.module.__dict__.update(self.before)
 
     def _look(self, owner: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """After the first training forward with pictures, warn where groups had no effect."""
+        """After the first training forward with pictures, warn if ``vision`` had no effect."""
         pictures = any(value is not None and name.startswith(_PIXELS) for name, value in kwargs.items())
         if torch.compiler.is_compiling() or not (pictures and owner.training and torch.is_grad_enabled()):
             return
@@ -87,7 +87,7 @@ class VisionTower(StandIn):
 
     @property
     def effect(self) -> str:
-        """What it did in the steps so far, or ""."""
+        """A phrase on its groups in the steps so far, or ""."""
         return f"vision tower: {self.units} in up to {self.most_groups:,} groups" if self.most_groups > 1 else ""
 
     @property
@@ -116,12 +116,12 @@ class VisionTower(StandIn):
         return [child for name, child in self.module.named_children() if name not in self.language]
 
     def weights(self) -> dict[str, Tensor]:
-        """The live weights of what may compute features, by their name in the owner."""
+        """The live weights of modules that may compute features, by their names in the owner."""
         skipped = tuple(f"{name}." for name in self.language)
         return {name: weight for name, weight in named_weights(self.module) if not name.startswith(skipped)}
 
     def run(self, method: str, args: Any, kwargs: Any) -> Any:
-        """One call of a method, in groups where that changes nothing."""
+        """Run one call of a method, in groups if these are proven to give the same result."""
         original = self.original(method)
         if torch.compiler.is_compiling():
             self._runs_whole(method, "torch.compile traces it")
@@ -149,7 +149,7 @@ class VisionTower(StandIn):
             weights = self.weights()
             return {name: weights[name] for name in proof.trained}
 
-        # A frozen tower may be told to record a graph, by a hook that makes inputs of checkpoints require gradients.
+        # A hook that makes inputs of checkpoints require gradients would otherwise record a frozen tower's graph.
         with nullcontext() if proof.trained else torch.no_grad():
             changed = SameSettings(modules).changed if proof.trained else str
             frozen = (FrozenLayers(self.computing(), live().values()) or None) if proof.skips_frozen else None
@@ -158,14 +158,14 @@ class VisionTower(StandIn):
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def _runs_whole(self, method: str, why: str) -> bool:
-        """Say once why; a trace runs it, and does not record it."""
+        """Log the reason once. torch.compile runs this while it traces, and does not record it."""
         self.why_whole = why
         if self.is_news(why):
             logger.warning("%s.%s runs whole: %s", self.name, method, why)
         return True
 
     def _check(self, call: PictureCall, parts: list[tuple[str, nn.Module]], weights: dict[str, Tensor]) -> None:
-        """Raise where a call must run whole, whatever is proven."""
+        """Raise if a call must run whole, even with a proof."""
         if asked_for := [name for name in _ASKED_FOR if call.arguments.get(name)]:
             raise NotCutError(f"{asked_for[0]} asks for what groups do not keep")
         if call.pixels.requires_grad:
