@@ -1,6 +1,6 @@
 """Samples with common prefixes in one row, each prefix computed once: groups of GRPO, pairs of DPO, agents' branches.
 
-Imported only where it is asked for. :func:`tree_row` packs samples, :func:`share_prompts` lets a model run the row.
+:func:`tree_row` packs samples, :func:`share_prompts` lets a model run the row. ``import seqtile`` does not import this.
 """
 
 from seqtile.shared_prompts.model import SharedPrompts, share_prompts

@@ -1,8 +1,8 @@
 """Let a model of Transformers run rows in which each common prefix is there once.
 
-The row's segments travel as a keyword argument of the model to its layers and on to their attention, as Transformers'
-own arguments of packed documents do: a layer that is computed again, by any thread, gets them again. Nothing else is
-known of where a call comes from.
+The model passes the row's segments to its layers and their attention as a keyword argument, as it passes Transformers'
+own arguments about packed documents. So a recompute of a layer, in any thread, gets them too, and no global state says
+which row is running.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def shares_prompts(model: nn.Module) -> bool:
 
 
 def remove_sharing(model: nn.Module, kind: type[TreeHooks] | None = None) -> None:
-    """Take off what :func:`share_prompts` put on ``model``, if anything, and hooks of ``kind``, by default all."""
+    """Undo :func:`share_prompts` on ``model``, and remove hooks of ``kind``, by default all."""
     kind = kind or TreeHooks
     for module in model.modules():
         attributes = module.__dict__
@@ -144,7 +144,7 @@ class SharedPrompts:
     """Result of :func:`share_prompts`; ``str()`` of it is a sentence.
 
     Attributes:
-        calls: what each trunk of the model has computed so far.
+        calls: counters of each trunk of the model.
     """
 
     _model: weakref.ref[nn.Module]
@@ -174,19 +174,19 @@ class TreeHooks:
 
 
 class OwnHooks(TreeHooks):
-    """Base of those that another :func:`share_prompts` replaces."""
+    """Base of the hooks that another call of :func:`share_prompts` replaces."""
 
 
 class AroundTrunk(OwnHooks):
-    """Hooks on a module around the decoder layers, such as a head: it must hand the segments on to them."""
+    """Hooks on a module around the decoder layers, such as a head: it must pass the segments on to them."""
 
     def before(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        """Before its call."""
+        """Forget which mixers have read the segments."""
         if (segments := kwargs.get(ARGUMENT)) is not None:
             segments.attended.clear()
 
     def after(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        """After it."""
+        """Raise if no mixer has read the segments."""
         if (segments := kwargs.get(ARGUMENT)) is not None and not segments.attended:
             raise UserError(
                 "shared-prompts.arguments-not-passed-on",
@@ -197,7 +197,7 @@ class AroundTrunk(OwnHooks):
 
 @dataclass(eq=False)
 class TreeCalls(OwnHooks):
-    """Hooks around the decoder layers: refuses what is not exact, and sees that every mixer has read the segments.
+    """Hooks on the module with the decoder layers: check that every mixer reads the segments, and count tokens.
 
     Attributes:
         mixers: names of attentions and states, by whether it is attention and the layer's number.
@@ -210,7 +210,7 @@ class TreeCalls(OwnHooks):
     tokens_apart: int = 0
 
     def before(self, trunk: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        """Before the call of the trunk."""
+        """Forget which mixers have read the segments, and refuse ``state``."""
         segments: SegmentTable | None = kwargs.get(ARGUMENT)
         if segments is None:
             return
@@ -220,7 +220,7 @@ class TreeCalls(OwnHooks):
                 raise UserError("shared-prompts.with-state", "shared prompts do not run with state=; drop state")
 
     def after(self, trunk: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        """After it."""
+        """Raise if a mixer has not read the segments, and count the row's tokens."""
         segments: SegmentTable | None = kwargs.get(ARGUMENT)
         if segments is None:
             return
@@ -257,7 +257,7 @@ def attend_tree(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *,
     shared_prompts: SegmentTable | None = None, **kwargs: Any,
 ) -> tuple[Tensor, Any]:  # fmt: skip
-    """Transformers' attention function: ``[1, H, T, E]`` in, ``[1, T, H, V]`` out; without segments the model's own."""
+    """Attention for Transformers, ``[1, H, T, E]`` to ``[1, T, H, V]``; without segments it calls the model's own."""
     replaced: Any = module.config.replaced  # type: ignore[union-attr]
     if shared_prompts is None:
         return _attend_as_before(module, query, key, value, attention_mask, replaced, **kwargs)
@@ -289,7 +289,7 @@ def attend_tree(
 def _attend_as_before(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, replaced: str, **kwargs: Any
 ) -> tuple[Tensor, Any]:
-    """The attention function that the model's configuration names."""
+    """Call the attention function that the model's configuration names."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     function: Any
@@ -305,7 +305,7 @@ def _attend_as_before(
 
 
 def _stand_ins(module: nn.Module) -> Iterator[ForwardStandIn]:
-    """What stands in for a module's forward, the outer one first."""
+    """The replacements of a module's forward, the outer one first."""
     forward = module.__dict__.get("forward")
     while isinstance(forward, ForwardStandIn):
         yield forward
@@ -313,7 +313,7 @@ def _stand_ins(module: nn.Module) -> Iterator[ForwardStandIn]:
 
 
 class TreeState(ForwardStandIn):
-    """``forward`` of a mixer with a state: each segment begins with the state at the end of the one it continues."""
+    """``forward`` of a mixer with a state: a segment begins with the final state of the segment that it continues."""
 
     def note(self) -> str:
         return "shared prompts"
@@ -333,22 +333,22 @@ class TreeState(ForwardStandIn):
                 "shared-prompts.call-unsupported", f"shared prompts: {type(module).__name__}: {call.why_whole}"
             )
         shared_prompts.attended.add((False, module.layer_idx))
-        handed: list[tuple[Any, list[Tensor]]] = []  # of each segment: a state, and tokens that it has not read yet
+        ends: list[tuple[Any, list[Tensor]]] = []  # per segment: its state, and its tokens that the state has not read
         outputs: list[Any] = []
         for start, end, parent in _segments(shared_prompts):
-            state, waiting = ((), []) if parent == -1 else handed[parent]
+            state, unread = ((), []) if parent == -1 else ends[parent]
             tensors = [tensor[:, start:end] for tensor in call.tensors]
-            if waiting:
-                tensors = [torch.cat(pair, 1) for pair in zip(waiting, tensors, strict=True)]
+            if unread:
+                tensors = [torch.cat(pair, 1) for pair in zip(unread, tensors, strict=True)]
             tokens = tensors[0].shape[1]
             if state and tokens == 1:
-                # Transformers takes one token for a step of decoding, and writes into the state: run it twice, keep the
-                # first output, and let what continues it begin with it.
+                # Transformers treats a single token as a decoding step, and writes into the state: run it twice, keep
+                # the first output, and run it once more in the segments that continue this one.
                 output, _ = call.run(module, [torch.cat([tensor, tensor], 1) for tensor in tensors], state)
-                handed.append((state, tensors))
+                ends.append((state, tensors))
             else:
                 output, after = call.run(module, tensors, state)
-                handed.append((after, []))
+                ends.append((after, []))
             outputs.append(output[:, tokens - (end - start) : tokens])
         return torch.cat(outputs, 1)
 

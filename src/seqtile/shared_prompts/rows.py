@@ -28,7 +28,7 @@ class TreeRow:
         position_ids: ``[1, T]``, each token's position in its samples.
         labels: ``[1, T]``, already shifted: the token after each one where a sample scores it, else -100.
         segments: where each prefix and its continuations lie.
-        places: ``[M]``, for the scored tokens of all samples in order: where in the row each is predicted.
+        places: ``[M]``, the index in the row at which each scored token of all samples, in order, is predicted.
         counts: scored tokens of each sample; they sum to ``M``.
     """
 
@@ -67,9 +67,9 @@ class TreeRow:
 
 
 def no_mask(device: torch.device) -> Tensor:
-    """A mask that keeps transformers from building one of ``[T, T]``, since it has four dimensions already.
+    """A mask of four dimensions, which keeps transformers from building one of ``[T, T]``.
 
-    It has no values: attention that would read it, instead of the segments, returns no numbers.
+    Its value is NaN, so that attention which reads the mask in place of the segments returns NaN.
     """
     return torch.full((1, 1, 1, 1), torch.nan, device=device)
 
@@ -113,9 +113,9 @@ def tree_row(
     predicted_at = []
     for row, mask, places in zip(rows, masks, places_of, strict=True):
         ids[places], positions[places] = row, torch.arange(len(row), device="cpu")
-        at = places[:-1][mask[1:]]
-        labels[at] = row[1:][mask[1:]]
-        predicted_at.append(at)
+        predicting = places[:-1][mask[1:]]  # a token is predicted at the one before it
+        labels[predicting] = row[1:][mask[1:]]
+        predicted_at.append(predicting)
     return TreeRow(
         ids[None].to(device), positions[None].to(device), labels[None].to(device),
         SegmentTable(tuple(forest.starts), tuple(forest.parents), forest.tokens, sum(map(len, rows))),
@@ -152,7 +152,7 @@ def _mask(row: Tensor, scored: int | Sequence[bool] | Tensor | None) -> Tensor:
 
 
 class _Forest:
-    """Segments in depth-first order, and which of them each sample is made of."""
+    """Segments in depth-first order, and the segments of each sample."""
 
     def __init__(self, rows: Sequence[Tensor], shortest: int) -> None:
         self.rows, self.shortest = rows, shortest
@@ -160,30 +160,30 @@ class _Forest:
         self.parents: list[int] = []
         self.tokens = 0
         self.segments_of: list[list[tuple[int, int]]] = [[] for _ in rows]
-        left = [(list(range(len(rows))), 0, -1)]
-        while left:  # not by recursion, whose depth Python limits
-            members, depth, parent = left.pop()
-            together = self._together(members, depth)
-            if others := [member for member in members if member not in together]:
-                left.append((others, depth, parent))
-            size = min(together.values())
-            for member in together:
+        pending = [(list(range(len(rows))), 0, -1)]
+        while pending:  # not by recursion, whose depth Python limits
+            members, depth, parent = pending.pop()
+            sharing = self._sharing(members, depth)
+            if others := [member for member in members if member not in sharing]:
+                pending.append((others, depth, parent))
+            size = min(sharing.values())
+            for member in sharing:
                 self.segments_of[member].append((self.tokens, size))
-            if longer := [member for member in together if len(rows[member]) > depth + size]:
-                left.append((longer, depth + size, len(self.starts)))
+            if longer := [member for member in sharing if len(rows[member]) > depth + size]:
+                pending.append((longer, depth + size, len(self.starts)))
             self.starts.append(self.tokens)
             self.parents.append(parent)
             self.tokens += size
 
-    def _together(self, members: list[int], depth: int) -> dict[int, int]:
-        """The members that go on as the first does behind their first ``depth`` tokens, and for how many tokens."""
+    def _sharing(self, members: list[int], depth: int) -> dict[int, int]:
+        """The members that share tokens with the first one from ``depth`` on, and how many tokens."""
         first = self.rows[members[0]][depth:]
         shared = {member: _shared(first, self.rows[member][depth:]) for member in members}
         least = min(self.shortest, len(first))
         return {member: size for member, size in shared.items() if size >= least}
 
     def places(self) -> list[Tensor]:
-        """Where each sample's tokens lie in the row."""
+        """For each sample, the index in the row of each of its tokens."""
         return [
             torch.cat([torch.arange(start, start + size, device="cpu") for start, size in segments])
             for segments in self.segments_of
@@ -191,7 +191,7 @@ class _Forest:
 
 
 def _shared(one: Tensor, other: Tensor) -> int:
-    """Tokens from the start that two samples have in common together with the token after each, or its absence."""
+    """Number of leading tokens after each of which two samples also agree on the next token, or both end."""
     size = min(len(one), len(other))
     differs = (one[:size] != other[:size]).nonzero()
     same = int(differs[0]) if len(differs) else size

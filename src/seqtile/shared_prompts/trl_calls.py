@@ -29,7 +29,7 @@ UNDERSTOOD = {
     "input_ids", "attention_mask", "labels", "use_cache", "return_dict", "num_items_in_batch", "fused_lm_head",
     "trl_head", "output_router_logits",
 }  # fmt: skip
-"""Arguments of a call that can be folded."""
+"""Arguments that a call may have to be folded."""
 
 
 def share_in_calls(model: nn.Module) -> SharedPrompts:
@@ -62,7 +62,7 @@ class Fold:
     """One folded call.
 
     Attributes:
-        row: what runs instead.
+        row: the row that runs instead of the batch.
         shape: shape of the batch, ``(B, T)``.
         samples: ``[M]``, the sample of each scored token.
         columns: ``[M]``, its column in the batch.
@@ -93,8 +93,8 @@ class FoldedCalls(TreeHooks):
         self.__dict__.update(state, _fold=None)
 
     def before(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-        """Before the model's forward."""
-        self._fold = None  # of a call that failed
+        """Replace a batch that can be folded by its row."""
+        self._fold = None  # left over by a call that failed
         if "tree_kv_index" in kwargs:
             return args, read_trl_row(kwargs)
         if kwargs.get(ARGUMENT) is not None:
@@ -102,12 +102,12 @@ class FoldedCalls(TreeHooks):
         fused = kwargs.get("fused_lm_head") or kwargs.get("trl_head")
         if fused and kwargs.get("output_router_logits"):
             raise UserError("shared-prompts.router-loss", _ROUTER)
-        further = [name for name, value in kwargs.items() if value is not None and name not in UNDERSTOOD]
+        unsupported = [name for name, value in kwargs.items() if value is not None and name not in UNDERSTOOD]
         fold: Fold | str
         if not fused:
             fold = "the trainer asks for logits, as with label smoothing or a loss of your own"
-        elif further or args:
-            fold = f"the batch has {', '.join(further) or 'arguments without names'}"
+        elif unsupported or args:
+            fold = f"the batch has {', '.join(unsupported) or 'arguments without names'}"
         else:
             fold = fold_batch(kwargs["input_ids"], kwargs.get("attention_mask"), kwargs["labels"])
         if self._watching and model.training and torch.is_grad_enabled():
@@ -120,7 +120,7 @@ class FoldedCalls(TreeHooks):
         return args, {**kwargs, **fold.row.inputs, "labels": fold.row.labels, "shift_labels": fold.row.labels}
 
     def after(self, model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
-        """After it."""
+        """Spread the row's values over the batch."""
         fold, self._fold = self._fold, None
         if fold is None:
             return output
@@ -134,7 +134,7 @@ class FoldedCalls(TreeHooks):
 
 
 def fold_batch(input_ids: Tensor, attention_mask: Tensor | None, labels: Tensor) -> Fold | str:
-    """The row of a padded batch ``[B, T]``, or why there is none.
+    """Fold a padded batch ``[B, T]`` into a row, or return why it cannot be folded.
 
     Cost:
         The batch is read on the CPU, so the call waits for the device once.
@@ -171,7 +171,7 @@ def read_trl_row(kwargs: dict[str, Any]) -> dict[str, Any]:
     numbers = {start: number for number, start in enumerate(starts[:-1])}
     parents = []
     for number, (start, end) in enumerate(zip(starts, starts[1:], strict=False)):
-        path = index[paths[number] : paths[number + 1] - (end - start)]  # whole segments, the parent's last
+        path = index[paths[number] : paths[number + 1] - (end - start)]  # whole segments, the parent is the last one
         parents.append(max((numbers[place] for place in path if place in numbers), default=-1))
     lengths = [end - start for start, end in zip(paths, paths[1:], strict=False)]
     ends_of_samples = set(range(len(parents))) - set(parents)
