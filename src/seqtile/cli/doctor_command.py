@@ -45,7 +45,7 @@ def command(
         return
 
     from seqtile import __version__
-    from seqtile.engines.build_locks import stale_locks, told
+    from seqtile.engines.build_locks import stale_lock_message, stale_locks
 
     host_bytes = total_host_bytes()
     host_memory = f"{host_bytes / GIB:.1f} GiB memory" if host_bytes else "memory unknown"
@@ -65,7 +65,7 @@ def command(
         table.add_row(name, Text(value))  # plain text: rich would take [train] for a style
     Console().print(table)
     for lock in stale_locks():  # not in the table, whose line breaks prevent copying a path
-        print(told(lock))
+        print(stale_lock_message(lock))
     if any(result.problem for result in _run_features()):
         raise typer.Exit(1)
 

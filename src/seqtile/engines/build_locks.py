@@ -1,7 +1,7 @@
 """Stale build locks: DeepSpeed compiles operators at the first start, and waits forever for a stale lock.
 
 The build is PyTorch's (``torch.utils.cpp_extension``), whose lock up to 2.13 is a file that a build keeps open and
-removes at its end. A build that was killed leaves it, and every later start waits for it without a word. From 2.14 on
+removes at its end. A build that was killed leaves it, and every later start silently waits for it. From 2.14 on
 the operating system holds the lock, which ends with its process; the file stays after every build and means nothing.
 """
 
@@ -24,11 +24,11 @@ def check_build_locks() -> None:
         UserError: names the file to remove.
     """
     for lock in stale_locks():
-        raise UserError("deepspeed.stale-build-lock", told(lock))
+        raise UserError("deepspeed.stale-build-lock", stale_lock_message(lock))
 
 
-def told(lock: Path) -> str:
-    """The message about a stale lock."""
+def stale_lock_message(lock: Path) -> str:
+    """Return the message about a stale lock."""
     return (
         f"{lock} is a stale lock: no process on this machine is building, and DeepSpeed would wait for it forever; "
         f"unless another machine is building there now, run: rm {lock}"
@@ -39,7 +39,7 @@ def stale_locks() -> list[Path]:
     """Locks of operators that no process of this machine has open.
 
     Cost:
-        A look into one folder; where a lock is, into the open files of this user's processes.
+        One directory listing; if there is a lock, a listing of the open files of this user's processes.
     """
     root = os.environ.get("TORCH_EXTENSIONS_DIR")
     if not root:

@@ -18,11 +18,11 @@ from torch.func import functional_call
 from seqtile._compat import PARAMETERS, base_of, children_of, is_flat_parameter, is_view
 
 _calls = threading.local()
-"""``hidden``: the attributes that calls of this thread put weights into, by their dictionary's identity and name."""
+"""``hidden``: (id of the instance's ``__dict__``, attribute name) of the weights that calls of this thread replaced."""
 
 
 def named_weights(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """``module.named_parameters()``, and what currently replaces a parameter: a view, or a weight of a call.
+    """``module.named_parameters()``, and tensors that now replace a parameter: FSDP1's views, and weights of a call.
 
     Cost:
         One look at the attributes of each module below.
@@ -41,8 +41,8 @@ def named_weights(module: nn.Module) -> list[tuple[str, Tensor]]:
 def call_with_weights(module: nn.Module, weights: Mapping[str, Tensor], arguments: tuple[Any, ...]) -> Any:
     """``torch.func.functional_call``, which also replaces weights that are attributes of the instance.
 
-    A module that several names lead to is visited once. ``functional_call`` would visit it once per name and put its
-    own stand-in back as what it had found: the parameter would be gone. Seen in torch 2.13:
+    A module with several names is visited once. ``functional_call`` would visit it once per name, and restore its own
+    replacement instead of the parameter, which would be lost. Seen in torch 2.13:
     https://github.com/pytorch/pytorch/blob/v2.13.0/torch/nn/utils/stateless.py
     """
     hidden: list[tuple[dict[str, Any], str, Tensor]] = []  # attributes that hide or replace a parameter
@@ -56,7 +56,7 @@ def call_with_weights(module: nn.Module, weights: Mapping[str, Tensor], argument
                 attributes[name] = weight
         if hidden:
             _calls.hidden = around | {(id(attributes), name) for attributes, name, _ in hidden}
-        return functional_call(module, _in_every_place(module, weights), arguments, tie_weights=False)
+        return functional_call(module, _under_every_name(module, weights), arguments, tie_weights=False)
     finally:
         _calls.hidden = around
         for attributes, name, value in hidden:
@@ -79,23 +79,23 @@ class ParameterSwap(nn.Module):
         return call(*arguments)
 
 
-def _in_every_place(module: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """``weights``, and each again where another module holds the same parameter."""
-    every = dict(weights)
-    places: dict[str, nn.Parameter] = {}
+def _under_every_name(module: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """``weights``, with each also under the parameter's other names."""
+    by_name = dict(weights)
+    parameters: dict[str, nn.Parameter] = {}
     replaced: dict[nn.Parameter, Tensor] = {}
     for prefix, submodule in module.named_modules():
         for name, parameter in submodule.__dict__[PARAMETERS].items():
             if parameter is not None:
                 path = f"{prefix}.{name}".lstrip(".")
-                places[path] = parameter
+                parameters[path] = parameter
                 if path in weights:
                     replaced[parameter] = weights[path]
-    if len(places) > len(replaced):  # else each is in one place
-        for path, parameter in places.items():
+    if len(parameters) > len(replaced):  # else each has one name
+        for path, parameter in parameters.items():
             if parameter in replaced:
-                every[path] = replaced[parameter]
-    return every
+                by_name[path] = replaced[parameter]
+    return by_name
 
 
 def is_flat_view(value: Any) -> bool:

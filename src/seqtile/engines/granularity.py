@@ -13,14 +13,14 @@ from seqtile._errors import UserError
 
 
 def wrapper() -> Any:
-    """FSDP1's class, or () where it was not imported: for ``isinstance``."""
+    """FSDP1's class for ``isinstance``, or () if it was not imported."""
     return getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", ())
 
 
 def refuse_gathering_inside(inner: Iterable[tuple[str, nn.Module]], *, block: str, layer: str) -> None:
     """Raise if an engine gathers the weights of a module that runs inside a tile.
 
-    Reads classes and attributes only, so every rank comes to the same end, and before the block's first collective.
+    This reads classes and attributes only, so all ranks reach the same result, before the block's first collective.
 
     Args:
         inner: (name, module) of everything that runs inside the tile, without the block itself.
@@ -59,8 +59,8 @@ def refuse_gathering_inside(inner: Iterable[tuple[str, nn.Module]], *, block: st
 def refuse_wrapped(model: nn.Module) -> None:
     """Raise if FSDP1 has wrapped the model: blocks inside hold flat shards, in which nothing can be recognised.
 
-    Or DataParallel, whose replicas are copies that would all run the forward of the one that was tiled. DDP,
-    ``fully_shard`` and ZeRO-1 and 2 leave the modules as they were; there tiling may come later.
+    DataParallel is refused too: its replicas would all run the forward of the original. DDP, ``fully_shard`` and ZeRO-1
+    and 2 keep the modules, so a model may be tiled after them.
 
     Raises:
         UserError: a module is a ``FullyShardedDataParallel`` or a ``DataParallel``.

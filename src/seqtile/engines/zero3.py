@@ -7,7 +7,7 @@ DeepSpeed and does nothing under any other engine.
 
 DeepSpeed reduces a leaf module's gradients in the module's full backward hook. PyTorch runs that hook when the gradient
 of a positional input is there; if none requires one, it runs before the module's own backward, and the weights'
-gradients are lost. So such an input is made to require a gradient (a LoRA model's first layer).
+gradients are lost. So a pre-hook makes such an input require a gradient, as in a LoRA model's first layer.
 
 Source: DeepSpeed 0.19, ``deepspeed/utils/z3_leaf_module.py`` and ``runtime/zero/parameter_offload.py``.
 """
@@ -30,17 +30,17 @@ _OURS = "_seqtile_marked_leaf"
 
 
 def is_registered(module: nn.Module) -> bool:
-    """Whether ZeRO-3 has taken this module over and gathers its weights when it runs."""
+    """Whether ZeRO-3 manages this module, and gathers its weights when it runs."""
     return not ZERO3_MARKS.isdisjoint(module.__dict__)
 
 
 def whole_shape(weight: Tensor) -> torch.Size:
-    """Shape of a weight; of the whole one where ZeRO-3 has left an empty tensor in its place (``zero.Init``)."""
+    """Shape of a weight, before sharding if ZeRO-3 has replaced it by an empty tensor (``zero.Init``)."""
     return torch.Size(getattr(weight, "ds_shape", weight.shape))
 
 
 def gathered(weights: Iterable[Tensor]) -> AbstractContextManager[Any]:
-    """Inside, weights that ``zero.Init`` has left in shards are whole; every rank has to come here.
+    """Gather, inside a ``with`` that every rank must enter, the weights that ``zero.Init`` has sharded.
 
     Cost:
         One gather of the weights that are in shards; nothing without any.
@@ -65,7 +65,7 @@ def mark_leaf(module: nn.Module) -> None:
 
 
 def unmark_leaf(module: nn.Module) -> None:
-    """Take our mark off; it stays where ZeRO-3 already goes by it."""
+    """Remove our mark, unless ZeRO-3 already relies on it."""
     if not is_marked(module) or is_registered(module):
         return
     del module.__dict__[_OURS], module.__dict__[LEAF]
@@ -81,7 +81,7 @@ def end_gradients_here(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any,
     Does nothing until ZeRO-3 has taken the module over.
 
     Raises:
-        UserError: no tensor was passed by position, so the gradients would be reduced before they are there.
+        UserError: no tensor was passed by position, so the gradients would be reduced before they are computed.
     """
     if ZERO3_MARKS.isdisjoint(module.__dict__) or not torch.is_grad_enabled():
         return None
