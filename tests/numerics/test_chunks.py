@@ -262,6 +262,20 @@ def test_a_recompute_runs_as_its_forward_did(segment: int, order: str) -> None:
     torch.testing.assert_close(gradients(chunk=64, segment=segment), gradients(), rtol=0.1, atol=5e-3)
 
 
+@pytest.mark.parametrize("segment", [1, 2])
+def test_a_hook_between_forward_and_backward_changes_nothing(segment: int) -> None:
+    """It would keep the norm out of the MLP's tile, which its forward had in it."""
+    batch, expected = batch_of(1), step(build("llama"), batch_of(1))
+    model = build("llama")
+    seqtile.apply(model, chunk=64, segment=segment)
+    loss = model(**batch).loss
+    for layer in model.model.layers:
+        layer.mlp.register_forward_hook(lambda *_: None)
+    loss.backward()
+    got = {"loss": loss.detach(), **{name: weight.grad for name, weight in model.named_parameters()}}
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3_5_text", "qwen3_moe"])
 def test_low_precision_under_autocast(family: str) -> None:
     batch = batch_of()

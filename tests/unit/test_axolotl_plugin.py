@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from pydantic import ValidationError
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
@@ -133,38 +134,68 @@ def test_keys_become_arguments(ours: Any, cfg: dict[str, Any], given: dict[str, 
     assert ours.apply_arguments(standin.load_config(cfg, ours.SeqtilePlugin())) == given
 
 
-REFUSED = [
-    ({"tiled_mlp_use_original_mlp": False, "liger_glu_activation": True}, "liger_glu_activation"),
-    ({"tiled_mlp_use_original_mlp": False, "lora_mlp_kernel": True}, "lora_mlp_kernel"),
-    ({"tiled_mlp_use_original_mlp": False, "use_scattermoe": True}, "use_scattermoe"),
-    ({"tiled_mlp_use_original_mlp": False, "seqtile": {"path": "generic"}}, "seqtile.path is generic"),
-    ({"tiled_mlp": True, "tiled_mlp_num_shards": 4, "seqtile": {"tile": 512}}, "both set the tile size"),
-    ({"tiled_mlp": True, "tiled_mlp_num_shards": 0}, "shards:0"),
-    ({"tiled_mlp": True, "seqtile": {"blocks": "none", "loss": "tiled"}}, "contradict each other"),
-    ({"tiled_mlp": False, "seqtile": {"tile": 512}}, "tile would be ignored"),
-    ({"seqtile": {"tyle": 512}}, "'tyle'; did you mean tile? Keys: tile, "),
-    ({"seqtile": {"tile": "half"}}, "half"),
-    ({"seqtile": {"keep": 2.0}}, "keep"),
-    ({"seqtile": {"heads": 0}}, "heads"),
-    ({"seqtile": {"loss_tile": 512}}, "loss_tile needs loss 'tiled'"),
-    ({"seqtile": {"loss": "tiled"}, "cut_cross_entropy": True}, "both compute the loss"),
-    ({"seqtile": {"loss": "tiled"}, "chunked_cross_entropy": True}, "both compute the loss"),
-    ({"seqtile": {"offload": True}, "activation_offloading": "legacy"}, "activation_offloading"),
-    ({"seqtile": {"offload": True}, "gradient_checkpointing": "offload"}, "gradient_checkpointing: offload"),
-    ({"seqtile": {"checkpoint": "layer"}, "fsdp_config": {"activation_checkpointing": True}}, "fsdp_config"),
-    ({"seqtile": {"max_length": 64}, "cut_cross_entropy": True}, "both compute the loss"),
-    ({"seqtile": {"max_length": 64}, "context_parallel_size": 8}, "plans a supervised step on unpacked"),
-    ({"selective_checkpointing": {"save_matmul_min_k": 64}}, "save_matmul_min_k: 64 saves the products"),
-    ({"selective_checkpointing": {"save": ["attention", "aten::mm"]}}, "save: aten::mm saves the products"),
-    ({"selective_checkpointing": {"save_modules": ["o_proj", "mlp.down_proj"]}}, "save_modules: mlp.down_proj saves"),
+REFUSED: list[tuple[Any, ...]] = [
+    (
+        {"tiled_mlp_use_original_mlp": False, "liger_glu_activation": True},
+        "path.fused-with-other-mlp",
+        "liger_glu_activation",
+    ),
+    ({"tiled_mlp_use_original_mlp": False, "lora_mlp_kernel": True}, "path.fused-with-other-mlp", "lora_mlp_kernel"),
+    ({"tiled_mlp_use_original_mlp": False, "use_scattermoe": True}, "path.fused-with-other-mlp", "use_scattermoe"),
+    (
+        {"tiled_mlp_use_original_mlp": False, "seqtile": {"path": "generic"}},
+        "axolotl.original-mlp-contradicts-path",
+        "generic",
+    ),
+    ({"tiled_mlp": True, "tiled_mlp_num_shards": 4, "seqtile": {"tile": 512}}, "tile.given-twice"),
+    ({"tiled_mlp": True, "tiled_mlp_num_shards": 0}, "option.malformed", "shards:0"),
+    ({"tiled_mlp": True, "seqtile": {"blocks": "none", "loss": "tiled"}}, "axolotl.tiled-mlp-contradicts-blocks"),
+    ({"tiled_mlp": False, "seqtile": {"tile": 512}}, "blocks.none-with-options", "so tile would"),
+    ({"seqtile": {"tyle": 512}}, "option.unknown", "'tyle'", "tile?"),
+    ({"seqtile": {"tile": "half"}}, "option.malformed", "half"),
+    ({"seqtile": {"keep": 2.0}}, "option.malformed", "keep"),
+    ({"seqtile": {"heads": 0}}, "option.not-a-count", "heads"),
+    ({"seqtile": {"loss_tile": 512}}, "loss.options-without-loss", "loss_tile"),
+    ({"seqtile": {"loss": "tiled"}, "cut_cross_entropy": True}, "loss.with-other-loss"),
+    ({"seqtile": {"loss": "tiled"}, "chunked_cross_entropy": True}, "loss.with-other-loss"),
+    (
+        {"seqtile": {"offload": True}, "activation_offloading": "legacy"},
+        "checkpoint.with-other-checkpoints",
+        "activation_offloading",
+    ),
+    (
+        {"seqtile": {"offload": True}, "gradient_checkpointing": "offload"},
+        "checkpoint.with-other-checkpoints",
+        "gradient_checkpointing: offload",
+    ),
+    (
+        {"seqtile": {"checkpoint": "layer"}, "fsdp_config": {"activation_checkpointing": True}},
+        "checkpoint.with-other-checkpoints",
+        "fsdp_config",
+    ),
+    ({"seqtile": {"max_length": 64}, "cut_cross_entropy": True}, "loss.with-other-loss"),
+    (
+        {"seqtile": {"max_length": 64}, "context_parallel_size": 8},
+        "axolotl.max-length-unplanned-step",
+        "context_parallel_size",
+    ),
+    ({"selective_checkpointing": {"save_matmul_min_k": 64}}, "tile.with-saved-products", "save_matmul_min_k: 64"),
+    ({"selective_checkpointing": {"save": ["attention", "aten::mm"]}}, "tile.with-saved-products", "save: aten::mm"),
+    (
+        {"selective_checkpointing": {"save_modules": ["o_proj", "mlp.down_proj"]}},
+        "tile.with-saved-products",
+        "mlp.down_proj",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("cfg", "words"), REFUSED, ids=[words for _, words in REFUSED])
-def test_refused(ours: Any, cfg: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError) as error:
+@pytest.mark.parametrize("case", REFUSED, ids=[code for _, code, *_ in REFUSED])
+def test_refused(ours: Any, case: tuple[Any, ...]) -> None:
+    cfg, code, *values = case
+    with pytest.raises(ValidationError) as raised:
         standin.load_config(cfg, ours.SeqtilePlugin())
-    assert words in str(error.value)
+    with refused(code, *values):
+        raise raised.value.errors()[0]["ctx"]["error"]
 
 
 @pytest.mark.parametrize("key", ["liger_glu_activation", "lora_mlp_kernel"])

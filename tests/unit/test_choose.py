@@ -491,19 +491,17 @@ def test_fit_refuses_before_anything_is_written(folder: Path, capsys: Any):
     words = ["train", "--model", str(folder / "model"), "--dataset", str(folder / "rows.jsonl"), "--max-length", "64",
              "--output", str(folder / "none")]  # fmt: skip
     (other := folder / "recipe.yaml").write_text("trainer: {save_only_model: true}")
-    for more, said in (
-        (["--fit-memory", "300MiB"], "do not fit on the memory given even with the tightest settings: 0."),
-        (["--fit-memory", "much"], "got fit 'much', expected true, false or each device's memory"),
-        (["--on-oom", "pray"], "recipe key 'on_oom': got 'pray'; input should be 'stop' or 'retry'"),
-        (["--on-oom", "retry", "--tiled-mlp", "false"], "on_oom 'retry' lowers the tile size"),
-        (
-            ["--on-oom", "retry", "--recipe", str(other)],
-            "on_oom 'retry' does not support",
-        ),
+    assert main([*words, "--fit-memory", "300MiB"]) == 1
+    *before, error = capsys.readouterr().err.strip().splitlines()
+    assert "do not fit on the memory given even with the tightest settings: 0." in error
+    assert all(line.endswith(" ...") for line in before), before  # what it was at
+    for more, code in (
+        (["--fit-memory", "much"], "fit.malformed"),
+        (["--on-oom", "pray"], "recipe.invalid-value"),
+        (["--on-oom", "retry", "--tiled-mlp", "false"], "on-oom.retry-untiled"),
+        (["--on-oom", "retry", "--recipe", str(other)], "on-oom.retry-with-trainer-key"),
     ):
-        assert main([*words, *more]) == (1 if "do not fit" in said else 2)
-        *before, error = capsys.readouterr().err.strip().splitlines()
-        assert said in error and all(line.endswith(" ...") for line in before), error  # what it was at, and why not
+        command_refused([*words, *more], code)
     assert not (folder / "none").exists()
 
 

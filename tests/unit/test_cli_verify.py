@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import zoo
 from numerics.test_verify import DOWN, MLP, Frozen, Patched, Plant, lost_tile, plant, scaled
+from refusals import command_refused
 from seqtile.cli import main
 from seqtile.ops.rng import RandomState
 
@@ -34,8 +35,12 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+def command(path: Path) -> list[str]:
+    return ["verify", "--model", str(path), "--tokens", "100"]
+
+
 def verify(path: Path, *flags: str) -> int:
-    return main(["verify", "--model", str(path), "--tokens", "100", *flags])
+    return main([*command(path), *flags])
 
 
 def found(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
@@ -131,25 +136,22 @@ def test_a_planted_fault_ends_with_1_and_a_name(
 
 
 @pytest.mark.parametrize(
-    ("flags", "words"),
+    ("flags", "refusal"),
     [
-        (["--tokens", "129"], "the 128 positions"),
-        (["--tokens", "1"], "got --tokens 1, expected at least 2"),
-        (["--tile", "100"], "nothing to verify"),
-        (["--tile", "auto"], "nothing to verify"),
-        (["--tile", "0"], "at least 1"),
-        (["--dtype", "int3"], "dtype"),
-        (["--lora", "r=0"], "lora.r"),
-        (["--model", "missing/"], "neither a local path nor"),
-        (["--model", "./missing"], "does not exist"),
-        (["--model", __file__], "has no config.json"),
+        (["--tokens", "129"], ("max-length.beyond-positions", "128 positions")),
+        (["--tokens", "1"], ("max-length.too-small", "--tokens 1")),
+        (["--tile", "100"], ("verify.nothing-compared",)),
+        (["--tile", "auto"], ("verify.nothing-compared",)),
+        (["--tile", "0"], ("option.malformed", "tile=0")),
+        (["--dtype", "int3"], ("recipe.invalid-value", "dtype")),
+        (["--lora", "r=0"], ("recipe.invalid-value", "lora.r")),
+        (["--model", "missing/"], ("hub.offline",)),
+        (["--model", "./missing"], ("model.not-found",)),
+        (["--model", __file__], ("model.config-missing",)),
     ],
 )
-def test_bad_input_ends_with_2(config: Path, flags: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert verify(config, *flags) == 2
-    shown = capsys.readouterr()
-    assert shown.out == "" and words in shown.err
-    assert shown.err.splitlines()[-1].startswith("seqtile: ")
+def test_bad_input_ends_with_2(config: Path, flags: list[str], refusal: tuple[str, ...]) -> None:
+    command_refused([*command(config), *flags], *refusal)
 
 
 def test_a_crash_is_not_taken_for_a_difference(
@@ -171,20 +173,16 @@ def test_no_column_is_cut(config: Path, capsys: pytest.CaptureFixture[str], monk
     assert len(row.split()) == 6 and 0 < float(row.split()[-1]) < 1
 
 
-def test_a_config_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_config_that_is_none(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "t5"}')
-    assert verify(tmp_path) == 2
-    assert "is not a causal language model" in capsys.readouterr().err
+    command_refused(command(tmp_path), "model.not-causal")
     for text, reason in (("{", "JSON"), ('{"model_type": "llama", "hidden_size": "x"}', "'hidden_size' expected int")):
         (tmp_path / "config.json").write_text(text)
-        assert verify(tmp_path / "config.json") == 2
-        shown = capsys.readouterr().err
-        assert "cannot load the configuration" in shown and reason in shown
+        command_refused(command(tmp_path / "config.json"), "model.not-loaded", "configuration", reason)
 
 
-def test_code_of_the_models_own_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_code_of_the_models_own_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "mine", "auto_map": {"AutoConfig": "mine.MineConfig"}}')
     (tmp_path / "mine.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\nclass MineConfig: pass\n")
-    assert verify(tmp_path) == 2
-    assert "--trust-remote-code" in capsys.readouterr().err
+    command_refused(command(tmp_path), "model.custom-code", "--trust-remote-code")
     assert not (tmp_path / "ran").exists()

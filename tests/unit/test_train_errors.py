@@ -11,6 +11,7 @@ import yaml
 from transformers import AutoConfig
 
 import tiny_run
+from refusals import command_refused
 from seqtile._errors import OUR_FAULT, is_ours
 from seqtile.cli import main
 from seqtile.train.trainer import Trainer
@@ -23,11 +24,11 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def train(folder: Path, **recipe: Any) -> int:
+def command(folder: Path, **recipe: Any) -> list[str]:
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     given = ["--model", str(folder / "model"), "--dataset", str(folder / "rows.jsonl"), "--max-length", "64"]
     more = ["--steps", "1", "--tile", "16", "--output", str(folder / "out"), "--recipe", str(folder / "recipe.yaml")]
-    return main(["train", *given, *more])
+    return ["train", *given, *more]
 
 
 def raise_in(library: bool) -> BaseException:
@@ -49,50 +50,46 @@ def test_whose_error_it_is() -> None:
 
 
 @pytest.mark.parametrize(
-    ("trainer", "words"),
+    ("trainer", "refusal"),
     [
-        ({"dataset_kwargs": {"skip_prepare_dataset": True}}, "No columns in the dataset match"),
-        ({"eos_token": "<nope>"}, "'<nope>'"),
-        ({"activation_offloading": True}, "none is available; drop it"),
-        ({"use_liger_kernel": True}, "pip install liger-kernel"),
-        ({"push_to_hub": True}, "trainer.push_to_hub needs"),
-        ({"padding_free": True}, "set 'packing: true'"),
-        ({"fp16": True}, "needs an accelerator"),
+        ({"dataset_kwargs": {"skip_prepare_dataset": True}}, ("train.first-step-fails",)),
+        ({"eos_token": "<nope>"}, ("trainer.rejects", "'<nope>'")),
+        ({"activation_offloading": True}, ("trainer.needs-accelerator",)),
+        ({"use_liger_kernel": True}, ("trainer.liger-missing", "pip install liger-kernel")),
+        ({"push_to_hub": True}, ("trainer.hub-unreachable",)),
+        ({"padding_free": True}, ("trainer.padding-free-unpacked",)),
+        ({"fp16": True}, ("trainer.needs-accelerator", "fp16")),
     ],
     ids=str,
 )
 def test_a_setting_that_a_library_refuses(
-    trainer: dict[str, Any], words: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    trainer: dict[str, Any], refusal: tuple[str, ...], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from seqtile.train import check_early
 
     monkeypatch.setattr(check_early, "find_spec", lambda _: None)  # as if liger-kernel were not installed
     monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
-    assert train(folder, trainer=trainer) == 2
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert last.startswith("seqtile: ") and words in last
+    command_refused(command(folder, trainer=trainer), *refusal)
 
 
-def test_adapters_are_no_model(folder: Path, capsys: Any) -> None:
+def test_adapters_are_no_model(folder: Path) -> None:
     (folder / "model" / "config.json").rename(folder / "model" / "adapter_config.json")
-    assert train(folder) == 2
-    assert "has adapters only" in capsys.readouterr().err
+    command_refused(command(folder), "model.adapters-only")
 
 
 def test_what_a_checkpoint_of_the_model_alone_lacks_is_said(folder: Path, capsys: Any) -> None:
-    assert train(folder, trainer={"save_only_model": True}, save_steps=1) == 0
+    assert main(command(folder, trainer={"save_only_model": True}, save_steps=1)) == 0
     assert main(["train", "--resume", "--output", str(folder / "out"), "--steps", "2"]) == 0
     assert "optimizer and schedule start anew" in capsys.readouterr().err
 
 
-def test_what_a_model_raises_in_its_first_step(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_what_a_model_raises_in_its_first_step(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = "def forward(*args, **kwargs):\n    raise AttributeError('no attribute of that name')\n"
     names: dict[str, Any] = {"__name__": "transformers.models.llama.modeling_llama"}
     exec(compile(source, "modeling_llama.py", "exec"), names)
     monkeypatch.setattr("transformers.models.llama.modeling_llama.LlamaRotaryEmbedding.forward", names["forward"])
-    assert train(folder) == 2
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert "AttributeError: no attribute of that name; raised by transformers in modeling_llama.py" in last
+    value = "AttributeError: no attribute of that name; raised by transformers in modeling_llama.py"
+    command_refused(command(folder), "train.first-step-fails", value)
 
 
 def test_a_fault_of_ours_is_a_traceback_that_says_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +97,7 @@ def test_a_fault_of_ours_is_a_traceback_that_says_so(folder: Path, monkeypatch: 
     exec(compile("def begin(self):\n    raise KeyError('planted')\n", "trainer.py", "exec"), names)
     monkeypatch.setattr(Trainer, "begin", names["begin"])
     with pytest.raises(KeyError, match="planted") as caught:
-        train(folder)
+        main(command(folder))
     assert OUR_FAULT in caught.value.__notes__
 
 
