@@ -93,3 +93,20 @@ def dropout_that_scales(monkeypatch: MonkeyPatch) -> Iterator[list[float]]:
         patch.setattr(F, "dropout", scaling)
         patch.setattr(torch.Tensor, "bernoulli_", lambda mask, p: shares.append(1 - p) or mask.fill_(True))
         yield shares
+
+
+def adapter_units(products: Any, tokens: int, hidden: int, intermediate: int, rank: int) -> float:
+    """Cost of low-rank adapters of ``rank``, in the unit of ``products.units``.
+
+    Counts the products that have ``rank``, or twice that where one product serves two adapters (gate and up), and one
+    of ``hidden`` and ``intermediate`` among their sizes, but not both of these.
+    """
+    widths = hidden, intermediate
+    sides = {rank, 2 * rank} - {hidden, intermediate}
+
+    def is_adapter(product: Any) -> bool:
+        if product.has(hidden, intermediate):
+            return False
+        return any(product.has(side, width) for side in sides for width in widths)
+
+    return float(products.flops_where(is_adapter) / (2 * tokens * hidden * intermediate))

@@ -818,6 +818,9 @@ def tokens_of_media(processor: Any, sizes: Mapping[str, Any]) -> dict[str, list[
     return {kind: list(getattr(counts, f"num_{kind}_tokens", None) or []) for kind in ("image", "video")}
 
 
+REDUCES_UNUSED = "set_reduce_scatter_unused_params"
+"""FSDP2's method that lets ranks use different weights, from PyTorch 2.13 on."""
+
 TRL_FORWARDS = {"_compute_loss", "concatenated_forward", "forward", "get_batch_loss_metrics"}
 """Methods by which TRL's trainers, and LLaMA-Factory's subclasses of them, call the model."""
 

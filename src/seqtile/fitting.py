@@ -63,6 +63,11 @@ class Choice:
     estimate: Estimate
     planner: Planner | None = field(default=None, repr=False, compare=False)
 
+    def with_notes(self) -> Choice:
+        """The choice with the plan's notes, and without the planner, which is of this process and holds a model."""
+        notes = [] if self.planner is None else self.planner.notes()
+        return replace(self, why=(*self.why, *notes), planner=None)
+
 
 def fit(
     model: nn.Module,
@@ -200,8 +205,7 @@ def choose_for(
 
     def choose_here() -> Choice:
         with in_one_sentence(request.config):
-            choice = choose(request, max_length, fixed, checkpointed=checkpointed)
-        return replace(choice, planner=None)  # which is of this process, and holds a model
+            return choose(request, max_length, fixed, checkpointed=checkpointed).with_notes()
 
     choice = _by_first_rank(choose_here)
     chosen = {name: getattr(choice.options, name) for name in CHOSEN if name not in fixed}

@@ -21,6 +21,7 @@ from seqtile.ops import linear
 from seqtile.ops.grad_accumulator import as_on_an_accelerator
 from seqtile.ops.linear import Layer
 from seqtile.ops.rng import RandomState
+from watching import adapter_units
 
 peft = pytest.importorskip("peft", reason="PEFT is not installed")
 
@@ -127,7 +128,7 @@ def test_units(how: str, keep: float, saved: float) -> None:
             layer = lambda x: x + block(x * 2)  # noqa: E731
             output = checkpoint(layer, x, use_reentrant=False) if how == "checkpoint" else layer(x)
             output.sum().backward()
-        return products.units(tokens, wide, inner), products.adapter_units(tokens, wide, inner, rank)
+        return products.units(tokens, wide, inner), adapter_units(products, tokens, wide, inner, rank)
 
     base, own = run(Fused(model, shards(tokens, 8), keep))
     assert base == 8.0 - saved

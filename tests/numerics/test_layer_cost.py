@@ -11,6 +11,7 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 
 import seqtile
 from seqtile.blocks import install_blocks
+from watching import adapter_units
 from zoo import HIDDEN, INTERMEDIATE, causal_lm, tokens
 
 BATCH, LENGTH, LAYERS, RANK = 2, 24, 2, 5
@@ -138,7 +139,7 @@ def test_adapters_add_only_their_own_products(
         trained = [p for name, p in model.named_parameters() if "lora" in name]
         assert trained and all(p.grad is not None for p in trained)
         sizes = BATCH * LENGTH, HIDDEN, INTERMEDIATE
-        return products.units(*sizes) / LAYERS, products.adapter_units(*sizes, RANK) / LAYERS
+        return products.units(*sizes) / LAYERS, adapter_units(products, *sizes, RANK) / LAYERS
 
     untiled_base, untiled_own = cost(adapted(None))
     tiled_base, tiled_own = cost(adapted(count))

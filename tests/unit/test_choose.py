@@ -479,6 +479,7 @@ def test_train_fit_of_a_hybrid_model_runs_its_state_in_tiles(folder: Path, tmp_p
     errors = capfd.readouterr().err
     for line in ("fit: 64 tokens per sequence on the memory given with 1.50 GiB: ", "fit: checkpoint none: ",
                  "fit: state auto: layers with a state run one tile at a time",
+                 "fit: 1 layer with a state (Gated DeltaNet) runs in transformers' PyTorch path",
                  "layers with a state in tiles of about 2,048 tokens: 1 of 1"):  # fmt: skip
         assert line in errors, errors
     saved = read_recipe(tmp_path / "out" / "recipe.yaml")

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from seqtile import _compat
 from seqtile.counting.live import count_live_bytes
 from seqtile.counting.products import Product, count_products
+from watching import adapter_units
 
 TOKENS, HIDDEN, INTERMEDIATE = 24, 16, 40
 UNIT = 2 * TOKENS * HIDDEN * INTERMEDIATE
@@ -97,19 +98,19 @@ def test_products_can_be_told_apart_by_their_sizes() -> None:
         low_rank(x)
         nn.Linear(HIDDEN, HIDDEN)(x)
     assert products.units(TOKENS, HIDDEN, INTERMEDIATE) == 3.0
-    assert products.adapter_units(TOKENS, HIDDEN, INTERMEDIATE, rank=4) == (4 * (HIDDEN + INTERMEDIATE)) / (
+    assert adapter_units(products, TOKENS, HIDDEN, INTERMEDIATE, rank=4) == (4 * (HIDDEN + INTERMEDIATE)) / (
         HIDDEN * INTERMEDIATE
     )
     assert products.flops_where(lambda product: product.has(HIDDEN, HIDDEN)) == 2 * TOKENS * HIDDEN * HIDDEN
     assert products.flops_where(lambda product: product.op == "bmm") == 0
     assert products.calls == 6
-    assert products.adapter_units(TOKENS, HIDDEN, INTERMEDIATE, rank=8) == 0.0
+    assert adapter_units(products, TOKENS, HIDDEN, INTERMEDIATE, rank=8) == 0.0
 
 
 def test_a_tile_as_long_as_an_adapter_is_wide_is_no_adapter() -> None:
     with count_products() as products:
         GatedMLP()(torch.randn(4, HIDDEN))
-    assert products.adapter_units(4, HIDDEN, INTERMEDIATE, rank=4) == 0.0
+    assert adapter_units(products, 4, HIDDEN, INTERMEDIATE, rank=4) == 0.0
 
 
 def test_a_size_must_be_there_as_often_as_it_is_asked_for() -> None:
@@ -250,7 +251,6 @@ def test_the_peak_of_an_untiled_mlp_is_the_sum_of_its_tensors() -> None:
     wide, narrow, weight = (FLOAT * size for size in (tokens * intermediate, tokens * hidden, hidden * intermediate))
     # As gate times up goes backward: gate, silu(gate), up, three gradients; the output, down's gradient.
     assert live.peak == 6 * wide + narrow + weight == 35.6875 * 2**20
-    assert sorted(tensor.nbytes for tensor in live.peak_tensors()) == [weight, narrow, *[wide] * 6]
     assert live.now == narrow + narrow + 3 * weight  # the output, the input's gradient, the weights' gradients
 
 
@@ -343,9 +343,8 @@ def test_a_sliced_backward_writes_more_for_every_tile_and_a_split_does_not() -> 
     assert written(slices, 16) > 3 * written(slices, 4)
 
 
-def test_phases_name_what_is_live_at_the_peak() -> None:
+def test_phases_have_peaks_of_their_own() -> None:
     mlp, x = GatedMLP(), hidden_states()
-    wide = TOKENS * INTERMEDIATE * FLOAT
     with count_live_bytes("cpu") as live:
         with live.phase("forward"):
             y = checkpoint(mlp, x, use_reentrant=False)
@@ -355,8 +354,6 @@ def test_phases_name_what_is_live_at_the_peak() -> None:
     assert list(live.phases) == ["forward", "backward"]
     assert live.phases["forward"].peak < live.phases["backward"].peak == live.peak
     assert sum(phase.written for phase in live.phases.values()) == live.written - FLOAT
-    assert {tensor.phase for tensor in live.peak_tensors() if tensor.nbytes == wide} == {"backward"}
-    assert sum(tensor.nbytes for tensor in live.peak_tensors()) == live.peak
 
 
 def test_the_timeline_reaches_the_peak_in_order() -> None:

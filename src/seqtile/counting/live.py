@@ -49,29 +49,14 @@ class PhaseBytes:
     written: int
 
 
-@dataclass(frozen=True)
-class LiveTensor:
-    """One storage that was live at the peak, described by the tensor it was first seen as."""
-
-    nbytes: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    phase: Any
-
-
 @dataclass(slots=True)
 class _Storage:
     """A live storage, held weakly; ``counted`` is False if it was there before the count began."""
 
     ref: weakref.KeyedRef[int, torch.UntypedStorage]
     nbytes: int
-    shape: torch.Size
-    dtype: torch.dtype
     phase: Any
     counted: bool
-
-    def described(self) -> LiveTensor:
-        return LiveTensor(self.nbytes, tuple(self.shape), self.dtype, self.phase)
 
 
 class LiveBytes:
@@ -93,7 +78,6 @@ class LiveBytes:
         self._now = self._peak = self._written = 0
         self._ops = 0
         self._seen = False
-        self._at_peak: list[LiveTensor] | None = None
         self._samples: list[LiveSample] = []
         self._left: tuple[int, Hashable] | None = None  # where the last operator left things: bytes, phase
         self._phases: dict[Any, list[int]] = {}
@@ -144,12 +128,6 @@ class LiveBytes:
         """Live bytes after each operator that changed them, as counted."""
         self._check()
         return list(self._samples)
-
-    def peak_tensors(self) -> list[LiveTensor]:
-        """The storages that made the counted peak, largest first; what was there before is not among them."""
-        self._check()
-        tensors = self._snapshot() if self._at_peak is None else self._at_peak
-        return sorted(tensors, key=lambda tensor: -tensor.nbytes)
 
     @contextmanager
     def phase(self, label: Hashable) -> Iterator[None]:
@@ -212,7 +190,7 @@ class LiveBytes:
             if self._allocator is not None and storage.device.type != device.type:
                 self._allocator = None  # a fake tensor: nothing is allocated for it, so its bytes are counted
             ref = weakref.KeyedRef(storage, self._callback, key)
-            self._live[key] = _Storage(ref, nbytes, tensor.shape, tensor.dtype, self._phase, counted)
+            self._live[key] = _Storage(ref, nbytes, self._phase, counted)
             if counted:
                 self._change(nbytes)
         else:
@@ -232,8 +210,6 @@ class LiveBytes:
             del self._live[key]
 
     def _change(self, nbytes: int) -> None:
-        if nbytes < 0 and self._at_peak is None:
-            self._at_peak = self._snapshot()  # taken on the way down from a new peak, so not at every step up
         self._now += nbytes
 
     def _record(self, written: int) -> None:
@@ -243,7 +219,7 @@ class LiveBytes:
             self._refresh()
             now = self._now
         if now > self._peak:
-            self._peak, self._at_peak = now, None
+            self._peak = now
         if self._left != (now, phase):
             self._left = now, phase
             self._samples.append(LiveSample(self._ops, now, phase))
@@ -261,9 +237,6 @@ class LiveBytes:
             if storage is not None and storage.nbytes() != entry.nbytes:
                 self._resize(entry, storage.nbytes())
 
-    def _snapshot(self) -> list[LiveTensor]:
-        return [entry.described() for entry in self._live.values() if entry.counted and entry.nbytes]
-
     def _fold(self) -> None:
         """Give the allocator's peak since the last time to the running phase."""
         if self._allocator is not None:
@@ -274,8 +247,6 @@ class LiveBytes:
         self._fold()
         if self._allocator is not None:
             self._allocator.closed = True
-        if self._at_peak is None:
-            self._at_peak = self._snapshot()
         self._live = {}
 
     def _check(self) -> None:

@@ -135,22 +135,6 @@ class Products:
             )
         return flops / (2 * tokens * hidden * intermediate)
 
-    def adapter_units(self, tokens: int, hidden: int, intermediate: int, rank: int) -> float:
-        """Cost of low-rank adapters of ``rank``, in the unit of :meth:`units`.
-
-        Counts the products that have ``rank``, or twice that where one product serves two adapters (gate and up), and
-        one of ``hidden`` and ``intermediate`` among their sizes, but not both of these.
-        """
-        widths = hidden, intermediate
-        sides = {rank, 2 * rank} - {hidden, intermediate}
-
-        def is_adapter(product: Product) -> bool:
-            if product.has(hidden, intermediate):
-                return False
-            return any(product.has(side, width) for side in sides for width in widths)
-
-        return self.flops_where(is_adapter) / (2 * tokens * hidden * intermediate)
-
     def see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         name = name_of(func)
         position = _PRODUCTS.get(name)

@@ -319,12 +319,13 @@ class ScanStep(StepKind):
     def notes(self, request: Request, counts: Counts, states: Mapping[str, Sequence[str]]) -> list[str]:
         notes, scans = [], request.setup().scans
         for kind_of_state, layers in states.items():
-            which = f"{len(layers)} layer{'s' if len(layers) > 1 else ''} with a state ({kind_of_state})"
+            many = len(layers) > 1
+            which = f"{len(layers)} layer{'s' * many} with a state ({kind_of_state}) run{'s' * (not many)}"
             source = SOURCES.get(kind_of_state)
             if scans == "pytorch" or source is None:
                 reason = f"used without {source}" if source else "the only one"
-                notes.append(f"{which} run in transformers' PyTorch path, {reason}")
+                notes.append(f"{which} in transformers' PyTorch path, {reason}")
                 continue
             where = "" if scans == "kernels" else " where installed"
-            notes.append(f"{which} run in {source}{where}; their allocations are read from source, not measured")
+            notes.append(f"{which} in {source}{where}; their allocations are read from source, not measured")
         return notes

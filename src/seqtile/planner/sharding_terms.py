@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from seqtile.checkpointing.host_offload import pool_bytes
 from seqtile.devices import GIB
@@ -183,39 +184,56 @@ def _shard(request: Request, counts: Counts, device_terms: dict[str, float], pha
     gradient_share = device_terms.get(GRADIENTS, 0.0) / max(1.0, trained * (4.0 if request.lora else itemsize))
     states = 0.0 if "optimizer" in request.engine_offload else STATE_BYTES[request.optimizer] * trained
     device_terms[OPTIMIZER] = states / request.gpus
-    shard = _shard_fsdp2 if request.engine == "fsdp2" else _shard_zero
-    shard(request, counts, device_terms, phase, itemsize, gradient_share)
+    backward = phase.direction in ("backward", "recompute") and phase.part not in UPDATE
+    head = min(counts.root, counts.vocabulary * counts.hidden)
+    sharded = _ShardedPhase(request, counts, phase, itemsize, gradient_share, backward, head)
+    device_terms |= _fsdp2_terms(sharded) if request.engine == "fsdp2" else _zero_terms(sharded)
 
 
-def _shard_fsdp2(
-    request: Request,
-    counts: Counts,
-    device_terms: dict[str, float],
-    phase: Phase,
-    itemsize: float,
-    gradient_share: float,
-) -> None:
+class _ShardedPhase(NamedTuple):
+    """One part of a step under an engine that shards weights.
+
+    Attributes:
+        request: engine and settings.
+        counts: counts of the whole model.
+        phase: the part of the step.
+        itemsize: bytes of an element of a gathered weight.
+        gradient_share: share of the gradients that exist in this part.
+        backward: whether a backward or a recompute runs.
+        head: elements of the head.
+    """
+
+    request: Request
+    counts: Counts
+    phase: Phase
+    itemsize: float
+    gradient_share: float
+    backward: bool
+    head: int
+
+
+def _fsdp2_terms(sharded: _ShardedPhase) -> dict[str, float]:
+    request, counts, phase, itemsize, gradient_share, backward, head = sharded
     ranks, trained, moved = request.gpus, counts.trained, request.engine_offload
     update = phase.part in UPDATE
-    backward = phase.direction in ("backward", "recompute") and not update
+    terms = {}
     # bf16 copies of fp32 shards are gathered; a frozen model is in bf16 itself.
     shards = (4.0 * trained + itemsize * (counts.weights - trained)) / ranks
-    device_terms[WEIGHTS] = 0.0 if "weights" in moved else shards
+    terms[WEIGHTS] = 0.0 if "weights" in moved else shards
     full_backward = backward and request.lora is None
     # The outermost unit's gradients are reduced last, so that they are whole until the backward ends: the head's
     # from its beginning, the embedding's at its end.
-    head = min(counts.root, counts.vocabulary * counts.hidden)
     of_root = (head if phase.layer is not None or phase.part == HEAD else counts.root) if full_backward else 0
     # Offloaded, each shard of a gradient goes to the host as soon as it is reduced.
     reduced = max(0.0, gradient_share * trained - of_root)
-    device_terms[GRADIENTS] = 0.0 if "weights" in moved else 4.0 * reduced / ranks
+    terms[GRADIENTS] = 0.0 if "weights" in moved else 4.0 * reduced / ranks
     # A layer's gradients are whole until its backward ends; those of a tiled MLP are among the tile's tensors.
     in_tile = request.options.tiled and phase.part in (BLOCK, BLOCK_AND_NORMS)
     unreduced = of_root + (counts.layer if full_backward and phase.layer is not None and not in_tile else 0)
     if request.accumulation > 1 and not update:
         # Between updates nothing is reduced: every rank keeps every gradient whole, in the type that is gathered
         # (accelerate's no_sync; torch/distributed/fsdp/_fully_shard/_fsdp_param.py, unsharded_accumulated_grad).
-        device_terms[GRADIENTS] = itemsize * trained
+        terms[GRADIENTS] = itemsize * trained
         unreduced = counts.largest if full_backward and not in_tile else 0  # added to what is there, one at a time
     # A layer, the next one on its way, and the outermost unit. Behind the layers' forward it is the buffer that
     # the last one was gathered into (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, wait_for_unshard).
@@ -223,26 +241,20 @@ def _shard_fsdp2(
     gathered = 0.0 if update else itemsize * (at_once * counts.layer + counts.root)
     # Only what trains is reduced: of adapters a layer's part, in fp32. The input stands until the next reduction.
     reduction = itemsize * counts.layer if request.lora is None else 4.0 * trained / max(1, counts.layers)
-    device_terms[BUFFERS] = gathered + (reduction if backward and phase.part != HEAD else 0.0) + itemsize * unreduced
+    terms[BUFFERS] = gathered + (reduction if backward and phase.part != HEAD else 0.0) + itemsize * unreduced
+    return terms
 
 
-def _shard_zero(
-    request: Request,
-    counts: Counts,
-    device_terms: dict[str, float],
-    phase: Phase,
-    itemsize: float,
-    gradient_share: float,
-) -> None:
+def _zero_terms(sharded: _ShardedPhase) -> dict[str, float]:
+    request, counts, phase, itemsize, gradient_share, backward, head = sharded
     ranks, trained, moved = request.gpus, counts.trained, request.engine_offload
     update = phase.part in UPDATE
-    backward = phase.direction in ("backward", "recompute") and not update
-    head = min(counts.root, counts.vocabulary * counts.hidden)
+    terms = {}
     # DeepSpeed's fp32 weights are copies, of whatever type the others are, and go to the host with the optimizer.
     master = 0.0 if "optimizer" in moved else 4.0 * trained / ranks
     whole = request.engine == "zero2"
     copies = itemsize * counts.weights / (1 if whole else ranks)
-    device_terms[WEIGHTS] = master + (0.0 if "weights" in moved else copies)
+    terms[WEIGHTS] = master + (0.0 if "weights" in moved else copies)
     # ZeRO-3 has one buffer of all gradients from set-up on (stage3.py, grad_partitions_flat_buffer), ZeRO-2 one from
     # the first reduction into this rank's part on: at the backward's beginning on the rank that has the last weights
     # (stage_1_and_2.py, copy_grads_in_partition). What one bucket holds is reduced when the backward ends.
@@ -252,27 +264,28 @@ def _shard_zero(
     if whole:
         is_reduced = gradient_share > 0 and (update or backward and buckets)
         buffers = 2.0 if request.accumulation > 1 else float(is_reduced)
-    device_terms[GRADIENTS] = 0.0 if "optimizer" in moved else itemsize * buffers * trained / ranks
+    terms[GRADIENTS] = 0.0 if "optimizer" in moved else itemsize * buffers * trained / ranks
     # ZeRO-2 has its bucket during the backward (stage_1_and_2.py, setup_buckets), ZeRO-3 from set-up on.
     bucket = itemsize * ZERO_BUCKET if backward or not whole else 0.0
-    device_terms[BUFFERS] = bucket
+    terms[BUFFERS] = bucket
     if backward and request.lora is None:  # one gradient on its way into the bucket
-        device_terms[BUFFERS] += itemsize * (counts.largest if phase.layer is not None else head)
+        terms[BUFFERS] += itemsize * (counts.largest if phase.layer is not None else head)
     is_shared = not whole or trained / ranks < head + counts.layer + ZERO_BUCKET
     if backward and buckets and phase.part != HEAD and is_shared:
         # A bucket is reduced from a copy of it in the order of the ranks (coalesced_collectives.py,
         # reduce_scatter_coalesced); ZeRO-2's only where it belongs to several (stage_1_and_2.py, average_tensor),
         # which is not so at the backward's beginning on a rank whose part is larger.
-        device_terms[BUFFERS] += itemsize * ZERO_BUCKET
+        terms[BUFFERS] += itemsize * ZERO_BUCKET
     if whole and "optimizer" in moved and request.lora is None:
         # stage_1_and_2.py, temp_grad_buffer_for_gpu_offload: the largest weight's gradient on its way to the host.
-        device_terms[BUFFERS] += itemsize * max(counts.largest, counts.vocabulary * counts.hidden)
+        terms[BUFFERS] += itemsize * max(counts.largest, counts.vocabulary * counts.hidden)
     if not whole and not update:
-        device_terms[BUFFERS] += itemsize * _gathered(counts, phase)
+        terms[BUFFERS] += itemsize * _gathered(counts, phase)
     if update and "optimizer" not in moved:
         # A flat copy of the gradients and its fp32 copy (stage3.py, _prepare_fp32_grad_for_sub_group).
         group = trained / ranks if whole else min(ZERO3_SUB_GROUP, trained / ranks)
-        device_terms[BUFFERS] += (itemsize + (4.0 if itemsize < 4 else 0.0)) * group
+        terms[BUFFERS] += (itemsize + (4.0 if itemsize < 4 else 0.0)) * group
+    return terms
 
 
 def _gathered(counts: Counts, phase: Phase) -> float:

@@ -66,7 +66,7 @@ def fit_recipe(recipe: Recipe, nodes: int = 1) -> Fitted:
     memory = parse_bytes(recipe.fit) if isinstance(recipe.fit, str) else None
     fixed = fixed_settings(recipe.options, checkpoint=OptionKeys.model_fields["checkpoint"].default)
     request = replace(request_of(recipe, memory, nodes), pictures=pictures)
-    choice = choose(request, max_length, fixed, packed=bool(recipe.packing))
+    choice = choose(request, max_length, fixed, packed=bool(recipe.packing)).with_notes()
     chosen = recipe.changed(**updates_of(choice.options, recipe), fit=False)
     return Fitted(chosen, tuple(f"fit: {sentence}" for sentence in choice.why))
 

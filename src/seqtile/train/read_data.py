@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch.distributed.fsdp import FSDPModule
 
 from seqtile import __version__
+from seqtile._compat import REDUCES_UNUSED
 from seqtile._errors import UserError
 from seqtile._log import first_rank_logger
 from seqtile.models.configs import towers_of
@@ -29,9 +30,6 @@ if TYPE_CHECKING:
     from trl import SFTConfig  # type: ignore[attr-defined]
 
 logger = first_rank_logger(__name__)
-
-REDUCES_UNUSED = "set_reduce_scatter_unused_params"
-"""FSDP2's method that lets ranks use different weights, from PyTorch 2.13 on."""
 
 
 class Data(NamedTuple):

@@ -16,7 +16,7 @@ from datasets import IterableDataset
 from transformers import TrainerCallback
 from trl import SFTTrainer  # type: ignore[attr-defined]
 
-from seqtile._compat import kept_in_fp32
+from seqtile._compat import REDUCES_UNUSED, kept_in_fp32
 from seqtile._errors import RunError, UserError, in_its_words, is_ours
 from seqtile._log import first_rank_logger
 from seqtile.models.causal import causal_model
@@ -24,7 +24,6 @@ from seqtile.ops.lm_loss.kept_tokens import IGNORED
 from seqtile.recognise.decoder_layers import decoder_layers
 from seqtile.train.data_summary import DataSummary, summarise
 from seqtile.train.evaluation import Evaluated, exchange_in_evaluations
-from seqtile.train.read_data import REDUCES_UNUSED
 from seqtile.train.rendered_rows import check_ids, mask_messages
 from seqtile.train.run_directory import (
     FSDP_SHARDS,

@@ -164,8 +164,11 @@ class PlannedCall(GroupedCall):
     The groups between allocate as much as they would return and keep, by ``live_bytes()`` around the second group.
     """
 
-    def __init__(self, live_bytes: Callable[[], int], *call: Any, **kwargs: Any) -> None:
-        super().__init__(*call, **kwargs)
+    def __init__(
+        self, live_bytes: Callable[[], int], owner: nn.Module, method: Callable[..., Any], units: Units,
+        groups: Sequence[tuple[int, int]], form: Form, *, frozen: FrozenLayers | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(owner, method, units, groups, form, frozen=frozen)
         self._live_bytes, self._live_at = live_bytes, dict[int, int]()
         self._second_group: list[tuple[int, int, torch.dtype]] = []  # rows, width and dtype of its features
         self._skips = len(self.groups) > 4
