@@ -103,8 +103,8 @@ def fit(
             architectures. Parameters that require a gradient train; rank and layers of
             LoRA adapters are read from its modules.
         max_length: tokens of the longest sequence, over all ranks that share it.
-        device: to plan for: ``"h100"``, a size such as ``"80GiB"`` (of the accelerator here, or else of the host), or a
-            torch device. None is the parameters' device; for a model on the CPU the accelerator, if there is one, else
+        device: device to plan for: ``"h100"``, a size such as ``"80GiB"`` (of the accelerator, or the host), or a torch
+            device. None is the parameters' device; for a model on the CPU the accelerator, if there is one, else
             the host.
         optimizer: ``"adamw"``, ``"adamw-8bit"``, ``"lion"``, ``"sgd"``, ``"sgd-momentum"``, ``"adafactor"``, or a
             name of Transformers' (``optim=``).
@@ -119,7 +119,7 @@ def fit(
             weights and on a CPU.
         images: pictures of each sequence; their tokens are part of ``max_length``.
         image_size: height and width of each in pixels.
-        frames: in place of pictures, the frames of one video of each sequence.
+        frames: frames of one video of each sequence, in place of pictures.
         frame_size: height and width of each in pixels.
         **settings: arguments of :func:`seqtile.apply` to fix; the others are chosen.
 

@@ -157,7 +157,7 @@ class WeightStream:
     """Brings layers to the device, the next one while one computes, and frees all others.
 
     Args:
-        layers: in the order of the forward.
+        layers: decoder layers in the order of the forward.
         device: the device that computes.
         copies: the stream of the copies, None where a copy is done when it returns.
     """

@@ -389,7 +389,7 @@ class Parking(threading.local):
 
     Attributes:
         host: the host memory; None outside of such a checkpoint.
-        nbytes: of the checkpoint: its input, and what was announced besides.
+        nbytes: bytes of the checkpoint: its input, and what was announced besides.
         checkpoints: counts the checkpoints of a step.
     """
 
@@ -411,7 +411,7 @@ class Parking(threading.local):
         """Start to copy to the host those of ``tensors`` that it has room for; the backward needs all of them.
 
         Args:
-            tensors: on the device.
+            tensors: tensors on the device.
             announced: how many such groups of tensors the checkpoint will park, this one included, so that a host
                 without room for all is refused at the first; 0 for those that were announced.
 

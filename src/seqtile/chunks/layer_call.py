@@ -22,8 +22,8 @@ class ChunkedCall:
     """The arguments of one call of a decoder layer.
 
     Args:
-        args: by position; the first floating tensor ``[B, T, D]`` of the call is the hidden states.
-        kwargs: by name.
+        args: positional arguments; the first floating tensor ``[B, T, D]`` of the call is the hidden states.
+        kwargs: keyword arguments.
         cache: name and position of the argument that takes the cache; None where the layer has none.
         has_state: whether the layer hands a state on, so that no chunk holds parts of two segments.
         reads_starts: whether the layer reads where documents begin (``cu_seq_lens_q``, ``seq_idx``), as states do.

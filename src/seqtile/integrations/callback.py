@@ -53,10 +53,10 @@ class TilingCallback(TrainerCallback):
         max_length: tokens of the longest sequence, of each of a pair, or of a prompt with its completion; settings are
             chosen as by :func:`seqtile.fit` when the trainer is built, with the trainer's optimizer, engine, batch size
             and precision, and the rows and frozen models of TRL's trainers.
-        device: with ``max_length``, the device to plan for, as for :func:`seqtile.fit`.
-        images: with ``max_length``, pictures of each sequence, as for :func:`seqtile.fit`.
+        device: device to plan for, as for :func:`seqtile.fit`; needs ``max_length``.
+        images: pictures of each sequence, as for :func:`seqtile.fit`; needs ``max_length``.
         image_size: height and width of each in pixels.
-        frames: in place of pictures, the frames of one video of each sequence.
+        frames: frames of one video of each sequence, in place of pictures.
         frame_size: height and width of each in pixels.
         **settings: keyword arguments of :func:`seqtile.apply`.
 

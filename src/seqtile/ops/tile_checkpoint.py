@@ -141,7 +141,7 @@ def run_with_state(
         weights, changed: as for :func:`run_in_tiles`.
         before_backward: called with ``tensors`` before the first tile of a backward is recomputed.
         after_backward: called after the last tile's backward.
-        continues: by number of a tile: the earlier one whose state it gets, where that is not the one before it.
+        continues: earlier tile whose state a tile gets, by the tile's number, where that is not the one before it.
         park: moves the states at the cuts elsewhere until the backward, such as to the host.
 
     Returns:

@@ -64,7 +64,7 @@ class NextSetting:
     Attributes:
         flags: what to change in the command.
         length: longest sequence that then fits.
-        why: in a few words.
+        why: reason in a few words.
     """
 
     flags: str

@@ -31,7 +31,7 @@ class Lines:
     """Memory of each phase of the whole model's step, by tokens and the share of kept tiles.
 
     Attributes:
-        points: by length what a fake run's parts held.
+        points: what a fake run's parts held, by length.
         square: whether a ``[tokens, tokens]`` tensor was seen.
         kept_points: where some tiles are kept and some are not, the same with every tile kept; ``points`` have none.
         bounded: tokens from which attention of chunks reads as many keys at once as it ever does; None without chunks.
@@ -142,10 +142,10 @@ class Prediction:
     """The peak of one step, from fake runs at a few lengths and depths.
 
     Attributes:
-        parts: for each part of the step what it holds at its peak, in bytes, by what they are for.
+        parts: bytes that each part of the step holds at its peak, by purpose.
         lengths: lengths of the fake runs.
         depths: their depths.
-        setup: with the tiles' sizes as numbers.
+        setup: setup with tile sizes as numbers.
         square: whether a ``[tokens, tokens]`` tensor was seen.
     """
 

@@ -26,7 +26,7 @@ class LayerSample:
 
     Attributes:
         layers: their numbers in the whole model, in order.
-        like: for each a layer of the same kind near the model's beginning, of which it is a copy.
+        like: for each layer, the layer of the same kind near the model's beginning that it copies.
     """
 
     layers: tuple[int, ...]
@@ -78,7 +78,7 @@ class Depths:
         kinds: the kind of each segment of decoder layers of the whole model, as a number.
         samples: the layers of each fake run; a single one with all layers where leaving some out would save nothing,
             or where layers share weights.
-        sample_of_kind: for each kind the number of the sample that has one more segment like it.
+        sample_of_kind: number of the sample that has one more segment of each kind.
         segment: layers of a segment, which run together; without chunks each layer is a segment.
         attends: whether each layer has attention.
         policies: policy of each layer's activation checkpoint where they differ; else empty.
@@ -114,7 +114,7 @@ class Depths:
         entry: between them the memory of a phase only grows or only falls from layer to layer.
 
         Args:
-            runs: for each policy of :attr:`policies` (or the only one) a run of each sample.
+            runs: a run of each sample, for each policy of :attr:`policies` (or the only policy).
         """
         if not self.sample_of_kind:
             return dict(next(iter(runs.values()))[0])

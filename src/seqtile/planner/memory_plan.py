@@ -104,7 +104,7 @@ class _Step(NamedTuple):
     """The memory of a step.
 
     Attributes:
-        peaks: by bound.
+        peaks: peak bytes by bound.
         kept: what checkpoints keep, by purpose.
         moved: the share of that which waits on the host.
     """
@@ -585,7 +585,7 @@ def choose_attention_saved(planner: Planner, tokens: int, without: Estimate | No
     """Whether to keep attention's output: where it saves :data:`WORTH` of the step and the high estimate fits.
 
     Args:
-        planner: with checkpoints that keep layer inputs only.
+        planner: a planner with checkpoints that keep layer inputs only.
         tokens: the length that is planned.
         without: the estimate of ``planner`` there; where its high one does not fit, no fake run is made for more.
 
@@ -633,7 +633,7 @@ class Planned(NamedTuple):
 
     Attributes:
         planner: the planner of the request, with what the request leaves open filled in.
-        estimate: at the requested length, or at the longest that fits; of :data:`SHORT` tokens a rank where none does.
+        estimate: estimate of the requested length, or of the longest that fits, or else of :data:`SHORT` tokens a rank.
         longest: tokens of the longest sequence that fits; 0 where none does.
         limit: what limits it.
         saving: the decision about attention's output; None where the request has one.

@@ -38,7 +38,7 @@ class Phase:
         layer: the number of its decoder layer; None for what is in no layer, or in any.
         direction: ``"forward"``, ``"recompute"`` or ``"backward"``; "" for what has none.
         in_kernel: while a kernel runs that takes memory inside itself.
-        past_mixer: in a layer's backward, after that of its attention or state: what is live grows otherwise there.
+        past_mixer: whether a layer's backward is past its attention or state, where live memory grows differently.
     """
 
     part: str

@@ -195,7 +195,7 @@ def known_grids(model: nn.Module, tokens: int, *, whole: bool) -> Iterator[None]
     The grid is a real tensor: how many patches there are decides the shapes that follow.
 
     Args:
-        model: with a vision tower.
+        model: a model with a vision tower.
         tokens: picture tokens of a batch.
         whole: attention runs once for all windows and pictures, as FlashAttention does, and not once for each.
     """

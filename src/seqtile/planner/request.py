@@ -28,18 +28,18 @@ class Request:
     """One training configuration to plan.
 
     Attributes:
-        model: as the user named it.
-        config: its configuration.
+        model: name that the user gave the model.
+        config: the model's configuration.
         device: each accelerator.
-        gpus: how many, on all nodes together.
-        nodes: hosts that they are on, equally many on each.
+        gpus: number of devices, on all nodes together.
+        nodes: number of hosts, with equally many devices each.
         host_memory: bytes of each node's host memory; None if not given.
         engine: one of :data:`seqtile.planner.names.ENGINES`.
         sp_size: ranks that share one sequence (Ulysses).
         cp_size: ranks that share one sequence (ring attention over FSDP2, with PyTorch's own attention kernel).
         lora: adapters on a frozen model.
-        qlora: the frozen model in 4 bits.
-        experts_packed: whether its experts are too; None is as :func:`seqtile.train.load.load_model` loads them.
+        qlora: whether the frozen model is in 4 bits.
+        experts_packed: whether the experts are too; None is as :func:`seqtile.train.load.load_model` loads them.
         optimizer: one of :data:`seqtile.planner.names.STATE_BYTES`.
         engine_offload: what the engine keeps on the host, of :data:`seqtile.planner.names.ENGINE_OFFLOADS`.
         attention: one of :data:`seqtile.planner.names.ATTENTIONS`.
@@ -50,12 +50,12 @@ class Request:
         precision: ``"mixed"`` (fp32 weights, bf16 products; a frozen model in bf16), ``"bfloat16"`` or ``"float32"``.
         batch: rows per rank and micro-batch.
         accumulation: micro-batches whose gradients one update sums.
-        liger: Liger's norm and SwiGLU kernels (``use_liger_kernel``), which write gradients over what was saved.
+        liger: whether Liger's norm and SwiGLU kernels run (``use_liger_kernel``), which overwrite what was saved.
         device_type: type of the device, which ``tile="auto"`` depends on.
-        grpo: a step of GRPO; None is a supervised one.
-        pictures: in each row; None is text alone.
+        grpo: generation and scoring of a GRPO step; None for a supervised step.
+        pictures: pictures of each row; None for text alone.
         trainer: what a trainer's step does beside a supervised or a GRPO one.
-        rope_scaling: what ``config`` was extended by, beyond the model's own positions.
+        rope_scaling: rotary scaling that extended ``config`` beyond the model's own positions.
         own_positions: the positions of the model itself, where ``config`` has more.
     """
 

@@ -50,10 +50,10 @@ class ScanBytes:
     """Bytes of one call beside its inputs and its output.
 
     Attributes:
-        saved: for the backward.
-        passing: at the forward's peak where nothing is saved, under an activation checkpoint.
-        forward: at the forward's peak beside what is saved.
-        backward: at the backward's peak beside what is saved, gradients of the inputs included.
+        saved: bytes saved for the backward.
+        passing: bytes at the forward's peak where nothing is saved, under an activation checkpoint.
+        forward: bytes at the forward's peak beside what is saved.
+        backward: bytes at the backward's peak beside what is saved, gradients of the inputs included.
     """
 
     saved: int
@@ -71,7 +71,7 @@ def planned_scans(model: nn.Module, scans: str) -> Iterator[None]:
     and compute nothing.
 
     Args:
-        model: on fake tensors.
+        model: a model on fake tensors.
         scans: one of :data:`seqtile.planner.names.SCANS`.
     """
     undo: list[Callable[[], None]] = []

@@ -22,7 +22,7 @@ class Dial:
     """One thing that can be turned on.
 
     Attributes:
-        name: in a table.
+        name: name in a table.
         changes: the options and fields of a request that it sets; ``offload`` and ``engine_offload`` are added to what
             is on the host.
         why: what it saves, in a few words.

@@ -31,7 +31,7 @@ def largest_tile(built: Built, setup: Setup, tokens: int, device_type: str) -> i
 
     Args:
         built: a tiled model, of any depth.
-        setup: for the type of the activations.
+        setup: setup that gives the dtype of the activations.
         tokens: tokens of the batch.
         device_type: type of the planned device, which ``"auto"`` depends on.
     """
@@ -71,10 +71,10 @@ def kept_share(built: Built, setup: Setup, tokens: int, device_type: str, depths
 
     Args:
         built: a tiled model, with the layers of the first sample of ``depths``.
-        setup: with the rule, a share or a number of bytes.
+        setup: setup whose ``keep`` is the rule, a share or a number of bytes.
         tokens: tokens of the batch.
         device_type: type of the planned device.
-        depths: for the number of blocks that share the bytes.
+        depths: samples that give the number of blocks that share the bytes.
     """
     if not setup.options.keep or not setup.options.tiled:
         return 0.0

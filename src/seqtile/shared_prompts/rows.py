@@ -86,7 +86,7 @@ def tree_row(
     Args:
         samples: token ids of each sample, prompt and answer, without padding. Samples of several groups may come
             together and in any order; a sample may branch off anywhere in another.
-        scored: for each sample the number of its first scored token, as the length of its prompt, or a mask of its
+        scored: number of each sample's first scored token, as the length of its prompt, or a mask of its
             tokens. Its first token, which nothing predicts, is never scored. None scores all others.
         shortest: fewest tokens that are shared; prefixes that are shorter are repeated.
         device: device of the row's tensors; None for the CPU.

@@ -90,7 +90,7 @@ def compare(
     Args:
         model: a tiled causal language model in training mode, PEFT's wrapper or not.
         batch: keyword arguments of its forward, labels included.
-        recipe: for the tile rule.
+        recipe: recipe that gives the tile rule.
         stage: called with a description of each step.
 
     Raises:

@@ -29,7 +29,7 @@ class DataSummary:
             before the rows are trained on.
         left_out: rows that are not trained on, by reason.
         trains_prompts: whether prompts are among the tokens that train; None where rows have no prompts.
-        pictures: in all rows.
+        pictures: number of pictures in all rows.
         frames: frames of videos in all rows.
         largest_picture, largest_frame: the most tokens of one picture, and of one frame of a video.
         visual: the fewest and the most tokens of a row that features of pictures and frames replace; None for text.

@@ -60,7 +60,7 @@ def launch(
     """Check everything that can be checked without the model, start the processes, and wait for them.
 
     Args:
-        recipe: with an engine other than ``single``.
+        recipe: a recipe with an engine other than ``single``.
         worker: the module that each process runs, with the folder of :data:`HOW_FILE` as its argument.
         say: shows one line.
         nodes: the nodes of the run, each started by the same command; None for a single node.

@@ -89,7 +89,7 @@ def place_media(
     """Messages with bare parts, and the row's :data:`MEDIA_COLUMNS`.
 
     Args:
-        messages: with texts, or lists of parts of which those of :func:`media_part` have a source or None.
+        messages: messages with texts, or lists of parts of which those of :func:`media_part` have a source or None.
         columns: the row's own columns of pictures and videos.
         folder: where relative paths begin, if the file is there.
         decodes: decode every picture once, which detects broken files; else read its size alone.

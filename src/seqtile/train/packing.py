@@ -33,7 +33,7 @@ def check_packing(model: Any, arguments: Any) -> None:
     """Refuse to pack documents for a model whose attention lets them mix.
 
     Args:
-        model: as loaded, before tiling, adapters and engines.
+        model: the model as loaded, before tiling, adapters and engines.
         arguments: the trainer's (``SFTConfig``).
 
     Cost:

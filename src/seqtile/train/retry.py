@@ -95,7 +95,7 @@ class StepWatch:
     """Watches the steps of one trainer: where they are, and how to do one again.
 
     Attributes:
-        recipe: with the settings that the steps have now.
+        recipe: recipe with the current settings of the steps.
         tiling: what is tiled now.
     """
 

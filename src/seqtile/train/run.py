@@ -52,7 +52,7 @@ def train(
         callbacks: the trainer's, beside the run's own.
         display: shows the current stage, and the steps.
         retries: the settings that the launching command changed after each earlier out-of-memory.
-        **how: with ``resume``, how :func:`locate` finds the checkpoint.
+        **how: arguments by which :func:`locate` finds the checkpoint.
 
     Raises:
         UserError: bad input, in one sentence.
@@ -215,9 +215,9 @@ def locate(
         recipe: the run's settings.
         resume: continue the run in ``recipe.output``.
         overwrite: replace an earlier run there.
-        resume_from: with ``resume``, the name of another checkpoint than the newest, marked whole or not.
-        trust_checkpoint: with ``resume``, let the checkpoint's pickles call any function.
-        checked: with ``resume_from``, the launching command has read that checkpoint to its end.
+        resume_from: name of another checkpoint than the newest, marked whole or not; needs ``resume``.
+        trust_checkpoint: let the checkpoint's pickles call any function; needs ``resume``.
+        checked: whether the launching command has read ``resume_from`` to its end.
 
     Raises:
         UserError: the directory does not fit what is to be done.

@@ -97,7 +97,7 @@ class Trainer(SFTTrainer, _SplitLoss):
         result_dtype: dtype of the result's weights; None keeps the dtype in which they were trained.
 
     Args:
-        rows: to train and evaluate on, and the arguments that go with them.
+        rows: rows to train and evaluate on, and the arguments that go with them.
         **kwargs: the others of ``SFTTrainer``.
     """
 

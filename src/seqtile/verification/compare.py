@@ -52,7 +52,7 @@ def verify(
     plain autograd, which draws the same masks and recomputes nothing. No optimizer step is taken.
 
     Args:
-        model: in one process, not yet wrapped by an engine; tiled already or not.
+        model: a model in one process, not yet wrapped by an engine; tiled already or not.
         batch: passed as ``model(**batch)`` if it is a mapping, else as positional arguments. ``labels`` default to
             ``input_ids``.
         tile: as in :func:`seqtile.apply`; None verifies the tiling that is installed on the model, or else ``"auto"``.
@@ -128,9 +128,9 @@ def judged(
     """The verdict on two runs.
 
     Args:
-        model: for the dtypes of its parameters.
+        model: model whose parameters give the dtypes.
         untiled, tiled: the runs to compare, dropout off.
-        dropping: with dropout on, the plain tiles and the tiled run; None where there is no dropout.
+        dropping: runs with dropout on, of plain tiles and tiled; None without dropout.
         truth: gradients in higher precision and their dtype.
         sizes: weight sizes of the blocks.
         blocks: how many were tiled.

@@ -27,7 +27,7 @@ class Measured:
     """One forward and backward of a model without gradients, which is left without them.
 
     Attributes:
-        gradients: by name of the parameter, ``"batch.NAME"`` of an input, or ``"loss"`` for the loss itself; on the
+        gradients: gradients by name of the parameter, ``"batch.NAME"`` of an input, or ``"loss"`` for the loss; on the
             host, None where a parameter that trains got none.
         tokens: batch times length.
         products, live: what was counted.

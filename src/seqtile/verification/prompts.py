@@ -34,7 +34,7 @@ def verify_shared_prompts(
     and checkpoints stay as they are in both runs. Gradients, buffers, random state and training mode are restored.
 
     Args:
-        model: in one process, not yet wrapped by an engine; after :func:`seqtile.share_prompts` or without.
+        model: a model in one process, not yet wrapped by an engine; after :func:`seqtile.share_prompts` or without.
         samples: as for :func:`seqtile.tree_row`.
         scored: likewise.
         reference: ``"fp32"``: the tolerance comes from a third run, of a copy of the model in fp32 (in fp64 if the

@@ -50,8 +50,8 @@ class GroupShapes:
     """Shapes needed to rebuild one group's result.
 
     Attributes:
-        entries: for each list per picture, the entries of each picture along its first dimension.
-        tails: for each tensor, its other dimensions.
+        entries: entries of each picture along the first dimension, for each list per picture.
+        tails: other dimensions of each tensor.
     """
 
     def __init__(self) -> None:
@@ -109,7 +109,7 @@ def restored(
     Args:
         form: form of the result.
         rows: the joined rows of each tensor.
-        entries: for each list per picture, the rows of each owner.
+        entries: rows of each owner, for each list per picture.
         tails: the last dimensions of each tensor.
         owners: number of owners.
     """

@@ -55,7 +55,7 @@ class Recorded:
     """The results of the kernels in one call, without their tensors: an autograd node may hold it.
 
     Attributes:
-        calls: for each kernel its operator, the form of its results and the results themselves; a :class:`Position`
+        calls: each kernel's operator, the form of its results and the results themselves; a :class:`Position`
             stands for one of the tensors, an :class:`OutputAlias` for a view of the output.
     """
 
@@ -113,7 +113,7 @@ def replayed(recorded: Recorded, tensors: Sequence[Tensor], output: Tensor) -> I
     """Inside, attention kernels return what they returned when ``record`` saw them, in the same order.
 
     Args:
-        recorded: from :func:`record`.
+        recorded: result of :func:`record`.
         tensors: likewise.
         output: the output of that call; copied, since kernels of a backward want the strides of their forward.
     """

@@ -130,7 +130,7 @@ class Objective:
     ``(1 - s) * w[target] * (lse - z[target]) + s / V * (W * lse - sum(w * z)) + z_loss * lse**2``.
 
     Attributes:
-        scaling: from product to logits.
+        scaling: scaling from product to logits.
         ignore_index: target of tokens that count nothing.
         label_smoothing: share ``s`` of the target that is spread over the vocabulary.
         z_loss: weight of the squared log-normaliser (arXiv 2202.08906).
@@ -215,7 +215,7 @@ class RowFormula:
     one kernel over a whole tile. Optional tensors are None.
 
     Attributes:
-        scaling: from product to logits.
+        scaling: scaling from product to logits.
         smoothing: ``s`` of :class:`Objective`.
         z_loss: ``z_loss`` of :class:`Objective`.
         top_k: ``k`` of ``hit``.
