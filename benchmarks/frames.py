@@ -65,7 +65,7 @@ def count(frames: int, group: int | None, *, trained: bool) -> dict[str, Any]:
         del given, ids
         for again in (False, True):  # the first call verifies groups
             with count_live_bytes() as live:
-                for tower in VisionTechnique.standing(model):
+                for tower in VisionTechnique.installed(model):
                     tower.live_bytes = lambda live=live: live.now
                 features = owner.get_video_features(*arguments, return_dict=True).pooler_output
                 size = sum(rows.numel() * rows.element_size() for rows in features)

@@ -1,7 +1,7 @@
-"""What :func:`seqtile.apply` can do to a model: the interface of its techniques.
+"""The interface of the techniques of :func:`seqtile.apply`.
 
 A technique is a module or a folder with one class derived from :class:`Technique`, and one line in
-:mod:`seqtile.install.techniques`. It is imported where it is asked for.
+:mod:`seqtile.install.techniques`. It is imported at its first use.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class TechniqueResult:
 
     Attributes:
         what: a phrase for the report, or "".
-        left: modules that it did not change, and why.
+        left: the modules that it left unchanged, with reasons.
     """
 
     what: str = ""
@@ -54,8 +54,8 @@ class Technique:
     """The use of one technique by one call of :func:`seqtile.apply`.
 
     Args:
-        model: what is changed.
-        options: what is asked for, with the settings of an earlier call where those stay.
+        model: the model to change.
+        options: the options of this call, with the settings of an earlier call where those stay.
     """
 
     name: ClassVar[str]
@@ -86,24 +86,24 @@ class Technique:
         raise NotImplementedError
 
     @classmethod
-    def standing(cls, model: nn.Module) -> Sequence[Any]:
-        """What it has on ``model``: one object with ``remove()`` per instance, the outer one first."""
+    def installed(cls, model: nn.Module) -> Sequence[Any]:
+        """The objects that it has installed on ``model``, each with ``remove()``, the outer one first."""
         raise NotImplementedError
 
     @classmethod
     def remove(cls, model: nn.Module) -> None:
-        """Take it off."""
-        for change in cls.standing(model):
+        """Remove all that it has installed."""
+        for change in cls.installed(model):
             change.remove()
 
     @classmethod
-    def with_standing(cls, model: nn.Module, options: TilingOptions) -> TilingOptions:
-        """``options`` with its settings of an earlier call, where they give none."""
+    def with_earlier_settings(cls, model: nn.Module, options: TilingOptions) -> TilingOptions:
+        """``options``, with the technique's settings of an earlier call where they give none."""
         return options
 
     @classmethod
     def notes(cls, model: nn.Module) -> list[str]:
-        """Sentences for the report on what it has on ``model``, as that is now."""
+        """Sentences for the report on its objects on ``model``, in their present state."""
         return []
 
     @classmethod

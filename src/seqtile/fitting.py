@@ -19,7 +19,7 @@ from torch import Tensor, distributed, nn
 from seqtile._compat import attention_kind
 from seqtile._errors import RunError, UserError, expect_module
 from seqtile._log import first_rank_logger
-from seqtile.checkpointing.policies import is_on, standing_checkpointing
+from seqtile.checkpointing.policies import installed_checkpointing, is_on
 from seqtile.devices import (
     accelerator,
     available_host_bytes,
@@ -201,7 +201,7 @@ def choose_for(
         fixed["loss_tile"] = DIVERGENCE_TILE
     checkpointed = bool(recomputes)
     if recomputes is None:  # what an earlier call switched on is switched off before the choice is applied
-        checkpointed = is_on(causal_model(model)) and not any(p.switched_on for p in standing_checkpointing(model))
+        checkpointed = is_on(causal_model(model)) and not any(p.switched_on for p in installed_checkpointing(model))
 
     def choose_here() -> Choice:
         with in_one_sentence(request.config):

@@ -525,7 +525,7 @@ def _check_host(needed: int, freed: int) -> None:
         )
 
 
-def standing_host_weights(model: nn.Module) -> list[HostWeights]:
+def installed_host_weights(model: nn.Module) -> list[HostWeights]:
     """What waits on the host for the models in ``model``."""
     return [module.__dict__[_MARK] for module in model.modules() if _MARK in module.__dict__]
 
@@ -558,23 +558,23 @@ class HostWeightsTechnique(Technique):
         phrases, moved = [], list[HostWeights]()
         try:
             for _, module in split_frozen(find_checkpointed(self.model))[0]:
-                standing = module.__dict__.get(_MARK)
-                if standing is None or standing.stream is None:  # a copy of such a model has the mark, and its weights
+                weights = module.__dict__.get(_MARK)
+                if weights is None or weights.stream is None:  # a copy of such a model has the mark, and its weights
                     self.remove(module)
-                    standing = HostWeights(module)
-                    standing.install()
-                    moved.append(standing)
-                phrases.append(standing.describe())
+                    weights = HostWeights(module)
+                    weights.install()
+                    moved.append(weights)
+                phrases.append(weights.describe())
         except BaseException:
-            for standing in moved:
-                standing.remove()
+            for weights in moved:
+                weights.remove()
             raise
         return TechniqueResult("; ".join(phrases))
 
     @classmethod
-    def standing(cls, model: nn.Module) -> list[HostWeights]:
-        return standing_host_weights(model)
+    def installed(cls, model: nn.Module) -> list[HostWeights]:
+        return installed_host_weights(model)
 
     @classmethod
     def notes(cls, model: nn.Module) -> list[str]:
-        return [note for weights in standing_host_weights(model) for note in weights.notes()]
+        return [note for weights in installed_host_weights(model) for note in weights.notes()]

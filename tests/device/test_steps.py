@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import second_device
 import seqtile
 from numerics._errors import assert_all_no_worse, in_float64
-from seqtile.checkpointing.policies import standing_checkpointing
+from seqtile.checkpointing.policies import installed_checkpointing
 from seqtile.ops.rng import RandomState
 
 pytestmark = pytest.mark.device
@@ -156,5 +156,5 @@ def test_attention_saved(offload: bool, device: torch.device) -> None:
     """In bf16, which every device has an attention kernel for whose output can be kept."""
     dtype = torch.float32 if device.type == second_device.NAME else torch.bfloat16
     tiled = trains(device, dtype=dtype, tile=8, checkpoint="attention-saved", offload=offload)
-    (checkpointing,) = standing_checkpointing(tiled)
+    (checkpointing,) = installed_checkpointing(tiled)
     assert checkpointing.attention.saved == 2 and (checkpointing.host is not None) == offload

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import seqtile
-from seqtile.lm_loss.tiled_loss import standing_losses
+from seqtile.lm_loss.tiled_loss import installed_losses
 from seqtile.shared_prompts.trl_calls import share_in_calls
 from zoo import causal_lm, exact_dtype, tokens
 
@@ -129,7 +129,7 @@ class Case:
         labels = ids.clone()
         labels[:, : ids.shape[1] - int(self.trained[rank] * ids.shape[1])] = -100
         if self.deferred:
-            tiled = isinstance(model, nn.Module) and bool(standing_losses(model))
+            tiled = isinstance(model, nn.Module) and bool(installed_losses(model))
             with seqtile.deferred_logits(model) if tiled else nullcontext():
                 logits = model(input_ids=ids).logits
                 assert isinstance(logits, Tensor) != tiled

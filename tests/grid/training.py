@@ -12,7 +12,7 @@ from grid.cases import RATE, Case, Trained, assert_equal, named, tile
 from refusals import refused
 from seqtile.blocks.instance import installed_forwards
 from seqtile.chunks.segment import ChunkForward
-from seqtile.lm_loss.tiled_loss import standing_losses
+from seqtile.lm_loss.tiled_loss import installed_losses
 from seqtile.shared_prompts.model import TreeCalls
 from seqtile.state.tiled_state import StateForward
 
@@ -85,7 +85,7 @@ class Parallel:
                 if last and case.clip:
                     parallel.clip(case.clip)
                 parallel.step(last)
-        for loss in standing_losses(model):
+        for loss in installed_losses(model):
             assert not loss.told, loss.told  # it ran untiled, and equal
         carriers = [carrier for carrier in installed_forwards(model) if isinstance(carrier, StateForward)]
         assert bool(carriers) == (tiled and "state" in case.more)

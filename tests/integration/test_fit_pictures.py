@@ -98,7 +98,7 @@ def test_a_tower_runs_whole_where_it_fits_and_else_in_groups_and_holds_what_was_
         seqtile.apply(model, **settings)
         peaks.append(held(model, family))
         assert 0.8 * planned < peaks[-1] <= 1.01 * planned
-        groups = [tower.most_groups for tower in VisionTechnique.standing(model)]
+        groups = [tower.most_groups for tower in VisionTechnique.installed(model)]
         assert groups == ([] if choice is whole else groups) and all(count > 1 for count in groups)
     assert peaks[1] < peaks[0] - 8 * MIB
 
@@ -110,7 +110,7 @@ def test_a_trainer_with_the_callback_gets_the_same_choice(tmp_path: Path) -> Non
     arguments = TrainingArguments(str(tmp_path), report_to=[], use_cpu=True, per_device_train_batch_size=1)
     Trainer(model, arguments, train_dataset=[0], callbacks=[callback])
     assert callback.report is not None and "vision auto" in "; ".join(callback.report.why)
-    assert len(VisionTechnique.standing(model)) == 1
+    assert len(VisionTechnique.installed(model)) == 1
 
 
 @pytest.mark.parametrize(

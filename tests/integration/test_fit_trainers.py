@@ -23,7 +23,7 @@ from seqtile.blocks.instance import installed_forwards
 from seqtile.fitting import choose_for, describe
 from seqtile.integrations.callback import _go_first
 from seqtile.integrations.trainer_steps import MARGIN, UNKNOWN_STEP, generation_of, known_step, question_of
-from seqtile.lm_loss.tiled_loss import standing_losses
+from seqtile.lm_loss.tiled_loss import installed_losses
 from seqtile.options import TilingOptions
 from seqtile.planner.sharding_terms import CONSTANTS, CONTEXT
 from seqtile.planner.step_config import Grpo, TrainerStep
@@ -232,7 +232,7 @@ def test_a_reference_runs_in_chunks_where_the_policy_does(directory: Path, tmp_p
 def test_a_step_with_a_teacher_stays_below_the_margin(build: Any, directory: Path, tmp_path: Path) -> None:
     callback = seqtile.TilingCallback(max_length=TOKENS, device="16GiB", checkpoint="none", keep=0.0)
     trainer = build(directory, tmp_path, callback)
-    assert "loss" not in callback.report.settings and not standing_losses(trainer.model)
+    assert "loss" not in callback.report.settings and not installed_losses(trainer.model)
     assert any("is left free" in sentence for sentence in callback.report.why)
     teacher = sum(weight.nbytes for weight in load(directory).parameters())
     # Prompts are planned as completions are, which fill larger tiles of distillation's head.

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import seqtile
-from seqtile.checkpointing.policies import standing_checkpointing
+from seqtile.checkpointing.policies import installed_checkpointing
 from seqtile.options import DEFAULTS, WHOLE_LAYER
 from zoo import assert_same_gradients, causal_lm, tokens
 
@@ -90,7 +90,7 @@ IDLE: dict[str, tuple[str, dict[str, Any], Change | None]] = {
     ),
     "offload, no room": (
         "offload", dict(blocks="none", offload=True),
-        lambda model: setattr(standing_checkpointing(model)[0].host, "budget", 8),
+        lambda model: setattr(installed_checkpointing(model)[0].host, "budget", 8),
     ),
     "offload, weights": ("offload='weights'", dict(blocks="none", offload="weights"), no_layers),
     "heads": ("heads=2", dict(blocks="none", heads=2), None),

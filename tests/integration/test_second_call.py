@@ -23,10 +23,10 @@ from refusals import refused
 from seqtile import host_weights
 from seqtile.blocks.instance import installed_forwards
 from seqtile.blocks.layer import TiledLayer
-from seqtile.checkpointing.policies import standing_checkpointing
+from seqtile.checkpointing.policies import installed_checkpointing
 from seqtile.engines.zero3 import is_marked
 from seqtile.fitting import Choice, apply_choice, choose_for
-from seqtile.host_weights import standing_host_weights
+from seqtile.host_weights import installed_host_weights
 from seqtile.install.apply import apply_options, carries
 from seqtile.integrations import unsloth
 from seqtile.integrations.ms_swift import make_callback
@@ -74,8 +74,8 @@ def step(model: nn.Module) -> tuple[set[str], dict[str, Tensor | None]]:
         loss = model.train()(input_ids=ids, labels=ids).loss
         alive = on_device()
         loss.backward()
-    [policy] = standing_checkpointing(model) or [None]
-    [weights] = standing_host_weights(model) or [None]
+    [policy] = installed_checkpointing(model) or [None]
+    [weights] = installed_host_weights(model) or [None]
     effects = {
         "blocks": BLOCK in ran.rows[INTERMEDIATE],
         "module": MODULE in ran.rows[INTERMEDIATE],
@@ -300,7 +300,7 @@ def test_verify_leaves_what_stands(weights: bool) -> None:
         assert seqtile.verify(model, {"input_ids": ids, "labels": ids}, **settings)
         after = snapshot(model)
         assert not [name for name in before if not same(before[name], after[name])], settings
-    assert bool(standing_host_weights(model)) == weights
+    assert bool(installed_host_weights(model)) == weights
 
 
 @pytest.mark.parametrize(("second", "code"), [

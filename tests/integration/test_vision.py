@@ -50,7 +50,7 @@ OUT_OF_MEMORY = [
 
 def in_groups_of(model: nn.Module, group: int | str) -> VisionTower:
     seqtile.apply(model, blocks="none", vision=group)
-    (tower,) = VisionTechnique.standing(model)
+    (tower,) = VisionTechnique.installed(model)
     return tower
 
 
@@ -382,7 +382,7 @@ def test_a_number_of_frames_needs_a_tower() -> None:
     with refused("vision.no-tower"):
         seqtile.apply(model, blocks="none", vision=4)
     seqtile.apply(model, blocks="none", vision="auto")
-    assert VisionTechnique.standing(model) == []
+    assert VisionTechnique.installed(model) == []
 
 
 @pytest.mark.parametrize("family", THREE_KINDS)
@@ -443,9 +443,9 @@ def test_a_copy_runs_its_own_tower_and_removal_leaves_no_trace() -> None:
     tower = in_groups_of(model, 1)
     copied = copy.deepcopy(model)
     gradients(copied, batch)
-    assert tower.most_groups == 0 and VisionTechnique.standing(copied)[0].most_groups == 3
+    assert tower.most_groups == 0 and VisionTechnique.installed(copied)[0].most_groups == 3
     in_groups_of(model, 2)
-    assert [again.group for again in VisionTechnique.standing(model)] == [2]
+    assert [again.group for again in VisionTechnique.installed(model)] == [2]
     assert seqtile.undo(model) == 0
     assert {name: {*module.__dict__} for name, module in model.named_modules()} == before
     assert not any(module._forward_hooks for module in model.modules())
@@ -463,7 +463,7 @@ def test_a_tower_whose_owner_computes_the_loss_leaves_no_trace(options: tuple[di
     before = {name: {*module.__dict__} for name, module in model.named_modules()}
     for settings in options:
         seqtile.apply(model, blocks="none", **settings)
-    (tower,) = VisionTechnique.standing(model)
+    (tower,) = VisionTechnique.installed(model)
     assert tower.module is model
     seqtile.undo(model)
     assert {name: {*module.__dict__} for name, module in model.named_modules()} == before
@@ -507,7 +507,7 @@ def test_other_attributes_of_modules_are_not_looked_into() -> None:
     model = picture_model("llava")
     model.something = OtherTower()  # type: ignore[assignment]
     tower = in_groups_of(model, 1)
-    assert VisionTechnique.standing(model) == [tower]
+    assert VisionTechnique.installed(model) == [tower]
 
 
 @pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=lambda error: type(error).__name__)
@@ -595,7 +595,7 @@ def test_every_technique_is_exact_and_has_an_effect_with_pictures_in_the_sequenc
     loss, expected = gradients(model, batch)
     with caplog.at_level(logging.WARNING):
         seqtile.apply(model, **(options if "tile" in options else {"blocks": "none", **options}), vision=2)
-        (tower,) = VisionTechnique.standing(model)
+        (tower,) = VisionTechnique.installed(model)
         got_loss, got = gradients(model, batch)
     assert tower.most_groups == 3
     torch.testing.assert_close(got_loss.to(loss.dtype), loss)  # untiled, a loss is in fp32
@@ -618,7 +618,7 @@ def test_a_trainer_with_the_callback_has_the_untiled_losses(tmp_path: Path) -> N
             data_collator=lambda _: {name: value.clone() for name, value in batch.items()},
         )  # fmt: skip
         trainer.train()
-        assert [tower.most_groups for tower in VisionTechnique.standing(model)] == [3] * len(callbacks)
+        assert [tower.most_groups for tower in VisionTechnique.installed(model)] == [3] * len(callbacks)
         return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
     expected = losses()

@@ -19,7 +19,7 @@ import seqtile
 from refusals import refused
 from seqtile.checkpointing import keep_attention
 from seqtile.checkpointing.keep_attention import kept_per_token
-from seqtile.checkpointing.policies import standing_checkpointing
+from seqtile.checkpointing.policies import installed_checkpointing
 from seqtile.ops.rng import RandomState
 from zoo import HEAD_DIM, HIDDEN, INTERMEDIATE, VOCABULARY, causal_lm, tokens
 
@@ -117,7 +117,7 @@ def test_what_is_kept_is_reported(offload: bool) -> None:
     assert ("on the host" in str(report)) == offload
     ids = tokens(BATCH, LENGTH)
     loss = model(input_ids=ids, labels=ids).loss
-    one = standing_checkpointing(model)[0]
+    one = installed_checkpointing(model)[0]
     hidden_states, output, lse = (BATCH * LENGTH * width * 4 for width in (HIDDEN, HEADS * HEAD_DIM, HEADS))
     assert one.attention is not None and one.attention.saved_bytes == LAYERS * (output + lse)
     if one.host is not None:
@@ -145,7 +145,7 @@ def test_what_is_kept_is_counted_where_pytorch_does_not_hand_out_results(
         step(model)
         monkeypatch.setattr("torch.utils.checkpoint.SelectiveCheckpointContext", _ContextOfTorch211)
     assert reports[0].notes == reports[1].notes
-    kept = [standing_checkpointing(model)[0].attention for model in models]
+    kept = [installed_checkpointing(model)[0].attention for model in models]
     assert kept[0] is not None and kept[1] is not None
     assert kept[0].saved_bytes == kept[1].saved_bytes > LAYERS * BATCH * LENGTH * HIDDEN * 4
     assert check_masks(1, 0.25) == 2
@@ -166,7 +166,7 @@ def test_trls_own_key_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     with attention_calls() as calls:
         assert_equal(step(model), expected)
     assert calls.forward == LAYERS
-    one = standing_checkpointing(model)[0]
+    one = installed_checkpointing(model)[0]
     assert one.attention is not None and one.attention.calls == 0  # TRL's did it
     assert report.tiled == 0
 

@@ -29,12 +29,12 @@ from seqtile.blocks.layer import TiledLayer
 from seqtile.blocks.norms_and_projections import KernelNorm
 from seqtile.checkpointing import host_offload
 from seqtile.checkpointing.host_offload import HostMemory
-from seqtile.checkpointing.policies import standing_checkpointing
+from seqtile.checkpointing.policies import installed_checkpointing
 from seqtile.chunks import segment as segment_module
 from seqtile.chunks.segment import ChunkForward
 from seqtile.counting.live import count_live_bytes
 from seqtile.counting.products import count_products
-from seqtile.host_weights import standing_host_weights
+from seqtile.host_weights import installed_host_weights
 from seqtile.ops.attention import piece_kernels, prefix
 from seqtile.ops.attention.piece_kernels import Piece, Plain
 from seqtile.ops.attention.prefix import GivenMask, KeyValues, Visible, prefix_attention
@@ -514,7 +514,7 @@ def test_a_segment_keeps_its_input_states_keys_and_values_on_the_host(
     seqtile.apply(model, chunk=64, segment=segment, offload=True)
     assert_all_no_worse(step(model, batch), expected, truth, factor=4.0, floor=2e-6)
     assert chunks_of(model) == [3] * 4
-    assert standing_checkpointing(model)[0].host.parked_bytes == 0
+    assert installed_checkpointing(model)[0].host.parked_bytes == 0
     tokens, starts = 2 * 150, range(0, 4, segment)
     each = 4 * (4 * (18 + 12) if family == "deepseek_v3" else 2 * 2 * 16)
     attends = [1, 3] if family == "qwen3_5_text" else range(4)
@@ -632,7 +632,7 @@ def test_frozen_weights_come_from_the_host_once_per_pass() -> None:
         if host:
             seqtile.apply(model, chunk=64, offload="checkpoints+weights")
             step(model, batch)
-            stream = standing_host_weights(model)[0].stream
+            stream = installed_host_weights(model)[0].stream
             before, layers = stream.fetched_bytes, sum(layer.nbytes for layer in stream.layers)
         results.append(step(model, batch))
     expected, truth, got = results

@@ -31,7 +31,7 @@ from transformers import CONFIG_MAPPING, Trainer, TrainingArguments
 import seqtile
 import tiny_run
 from refusals import refused
-from seqtile.checkpointing.policies import standing_checkpointing
+from seqtile.checkpointing.policies import installed_checkpointing
 from zoo import (
     HIDDEN,
     INTERMEDIATE,
@@ -195,7 +195,7 @@ WRAPPED: dict[str, Callable[[nn.Module], nn.Module]] = {
 
 def end_copies(model: nn.Module) -> None:
     """On an accelerator, the last layers' inputs are on the device until their copies have ended."""
-    for policy in standing_checkpointing(model):
+    for policy in installed_checkpointing(model):
         for lane in policy.host._lanes.values() if policy.host is not None else ():
             lane.stream.synchronize()
             lane.release(policy.host.layer)
@@ -235,7 +235,7 @@ def test_every_option_acts_in_every_order(wrapping: str, order: str, caplog: pyt
     assert ran.widest[VOCABULARY] == TILE
     if not beside:
         assert ran.widest[INTERMEDIATE] <= HIDDEN < BATCH * LENGTH  # the gradient of a weight has as many rows
-    [policy] = standing_checkpointing(model)
+    [policy] = installed_checkpointing(model)
     assert policy.host is not None and policy.host.ever_parked >= LAYERS * 2 * INPUT
     assert not warned() and not any("had no effect" in note or "not used" in note for note in report.notes)
 
@@ -280,7 +280,7 @@ def test_compiled(compiled: str, settings: dict[str, Any], order: str) -> None:
     if order == "apply last":
         seqtile.apply(whole, blocks="none", **settings)
     loss = whole.train()(**text()).loss
-    [policy] = standing_checkpointing(whole)
+    [policy] = installed_checkpointing(whole)
     assert policy.host is not None and policy.host.parked_bytes >= LAYERS * INPUT
     with Effects() as ran:
         loss.backward()
@@ -356,7 +356,7 @@ def test_trl(tiled: str, adapters: bool, bf16: bool, directory: Path, tmp_path: 
     report = callback.report if tiled == "by the callback" else report
     assert ran.attention == 2 * LAYERS
     assert ran.widest[vocabulary] == TILE and ran.widest[96] <= HIDDEN
-    [policy] = standing_checkpointing(trainer.model)
+    [policy] = installed_checkpointing(trainer.model)
     assert policy.host is not None and policy.host.ever_parked > 0
     assert not any("not used" in note or "had no effect" in note for note in report.notes)
     if tiled == "by the callback":
@@ -455,7 +455,7 @@ def test_a_prompt_that_checkpointed_layers_drop_is_refused(settings: dict[str, A
     [
         (lambda model: model.gradient_checkpointing_disable(), "had no effect"),
         (lambda model: [setattr(one, "gradient_checkpointing", False) for one in model.model.layers], "had no effect"),
-        (lambda model: setattr(standing_checkpointing(model)[0].host, "budget", 8), "moved nothing"),
+        (lambda model: setattr(installed_checkpointing(model)[0].host, "budget", 8), "moved nothing"),
     ],
     ids=["switched off", "by layer", "no room"],
 )
@@ -512,7 +512,7 @@ def test_verify_leaves_every_option_as_it_was() -> None:
     model = small()
     seqtile.apply(model, **ALL)
     assert seqtile.verify(model, text()).ok and model.is_gradient_checkpointing
-    assert len(standing_checkpointing(model)) == 1
+    assert len(installed_checkpointing(model)) == 1
     ran, alive = step(model, text())
     assert (ran.attention, alive, ran.widest[VOCABULARY]) == (LAYERS, 0, TILE)
     seqtile.undo(model)
@@ -566,5 +566,5 @@ def test_a_configuration_without_a_width() -> None:
     model = transformers.BltForCausalLM(config).train()
     seqtile.apply(model, blocks="none", checkpoint="attention-saved", offload=True)
     model(**text(), use_cache=False).loss.backward()
-    [policy] = standing_checkpointing(model)
+    [policy] = installed_checkpointing(model)
     assert policy.host is not None and policy.host.ever_parked > 0

@@ -19,7 +19,7 @@ from numerics.test_adapter_kinds import replace_linears
 from numerics.test_offload import assert_equal, step
 from refusals import refused
 from seqtile import host_weights
-from seqtile.host_weights import HostWeights, LayerWeights, WeightStream, chunks_for, standing_host_weights
+from seqtile.host_weights import HostWeights, LayerWeights, WeightStream, chunks_for, installed_host_weights
 from zoo import causal_lm, tokens
 
 LAYERS = 4
@@ -52,7 +52,7 @@ def with_adapters(model: nn.Module, **config: Any) -> nn.Module:
 
 
 def stream_of(model: nn.Module) -> WeightStream:
-    (standing,) = standing_host_weights(model)
+    (standing,) = installed_host_weights(model)
     assert standing.stream is not None
     return standing.stream
 
@@ -518,7 +518,7 @@ def test_undo_copies_and_pickles() -> None:
     hosts = {weight.host.data_ptr() for layer in stream_of(model).layers for weight in layer.weights}
     for each in (model, copied):
         seqtile.undo(each)
-        assert not standing_host_weights(each)
+        assert not installed_host_weights(each)
         assert not any(layer._forward_pre_hooks for layer in each.get_base_model().model.layers)
         assert_equal(step(each), expected)
     assert not hosts & {weight.data_ptr() for weight in model.parameters()}
@@ -605,7 +605,7 @@ def test_a_host_that_pins_no_more_leaves_the_model_as_it_was(monkeypatch: pytest
     monkeypatch.setattr(host_weights, "_pinned", pinned)
     with refused("offload.pinned-memory-exhausted"):
         seqtile.apply(model, offload="weights")
-    assert not standing_host_weights(model)
+    assert not installed_host_weights(model)
     assert_equal(step(model), step(plain))
 
 

@@ -19,7 +19,7 @@ from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel, Trai
 
 import seqtile
 from refusals import refused
-from seqtile.checkpointing.policies import standing_checkpointing
+from seqtile.checkpointing.policies import installed_checkpointing
 from seqtile.options import layer_policies
 from zoo import HEAD_DIM, HIDDEN, causal_lm, picture_and_text, tokens, vision_language_model
 
@@ -154,7 +154,7 @@ def test_whoever_switches_checkpointing_on(order: str, adapters: bool) -> None:
         seqtile.apply(model, blocks="none", checkpoint=MIXED)
     if order == "a copy":
         model = copy.deepcopy(model)
-        assert standing_checkpointing(model)[0].module in model.modules()
+        assert installed_checkpointing(model)[0].module in model.modules()
     assert_runs_as_said(model, MIXED, lambda: step(model))
     seqtile.undo(model)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -214,7 +214,7 @@ def test_what_waits_on_the_host_is_what_checkpoints_keep() -> None:
         loss = model(input_ids=ids, labels=ids).loss
         policies = layer_policies(checkpoint, LAYERS)
         saved = policies.count("attention-saved")
-        [checkpointing] = standing_checkpointing(model)
+        [checkpointing] = installed_checkpointing(model)
         assert checkpointing.host is not None
         assert checkpointing.host.parked_bytes == (LAYERS - policies.count(None)) * INPUT + saved * KEPT
         assert (checkpointing.attention.saved_bytes if checkpointing.attention else 0) == saved * KEPT

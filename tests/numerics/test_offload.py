@@ -15,7 +15,7 @@ import seqtile
 from refusals import refused
 from seqtile.checkpointing import host_offload
 from seqtile.checkpointing.host_offload import HostMemory
-from seqtile.checkpointing.policies import standing_checkpointing
+from seqtile.checkpointing.policies import installed_checkpointing
 from zoo import ARCHITECTURES, EXPERTS, HIDDEN, causal_lm, tokens
 
 BATCH, LENGTH, LAYERS = 2, 13, 2
@@ -48,7 +48,7 @@ def checkpointed(architecture: str = "llama", **kwargs: Any) -> nn.Module:
 
 
 def memory(model: nn.Module) -> HostMemory:
-    found = standing_checkpointing(model)[0].host
+    found = installed_checkpointing(model)[0].host
     assert found is not None
     return found
 
@@ -147,7 +147,7 @@ def test_undo_and_copies() -> None:
     seqtile.apply(model, tile=5, offload=True)
     other = copy.deepcopy(model)  # pickling such a model fails in transformers, with or without this
     step(other)
-    one = standing_checkpointing(other)[0]
+    one = installed_checkpointing(other)[0]
     assert one.module is other and other.model.layers[0]._gradient_checkpointing_func.func.__self__ is one
     assert seqtile.undo(model) == LAYERS
     assert dict(model.__dict__) == before

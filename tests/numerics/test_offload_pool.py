@@ -18,7 +18,7 @@ from refusals import refused
 from seqtile._compat import checkpoints_in_forward
 from seqtile.checkpointing import host_offload
 from seqtile.checkpointing.host_offload import ChunkPool, HostMemory, Lane, pool_bytes
-from seqtile.checkpointing.policies import standing_checkpointing
+from seqtile.checkpointing.policies import installed_checkpointing
 from zoo import HIDDEN, causal_lm, tokens
 
 CHUNK = 2**12
@@ -115,7 +115,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 
 def host(model: nn.Module) -> HostMemory:
-    found = standing_checkpointing(model)[0].host
+    found = installed_checkpointing(model)[0].host
     assert found is not None
     return found
 

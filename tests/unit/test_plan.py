@@ -27,7 +27,7 @@ from seqtile._errors import UserError
 from seqtile.cli import console, main
 from seqtile.cli.plan_command import parse_adapters
 from seqtile.counting.products import count_products
-from seqtile.host_weights import standing_host_weights
+from seqtile.host_weights import installed_host_weights
 from seqtile.models import configs
 from seqtile.models.configs import NAMED, is_masked_lm, read_config
 from seqtile.options import changed
@@ -580,7 +580,7 @@ def test_frozen_weights_on_the_host_are_those_of_the_layers(folder: Path, qlora:
     size = 0.5 if qlora else 2.0
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     report = seqtile.apply(model, blocks="none", offload="weights")
-    (standing,) = standing_host_weights(model)
+    (standing,) = installed_host_weights(model)
     assert standing.stream is not None and report.done["weights"].startswith("weights of")
     moved = size / 2 * standing.host_bytes
     layer = size / 2 * sum(weight.nbytes for weight in standing.stream.layers[0].weights)

@@ -123,11 +123,11 @@ class BlocksTechnique(ForwardsTechnique):
         return self.options.trust is not None and _matches(self.options.trust, name, module)
 
     @classmethod
-    def with_standing(cls, model: nn.Module, options: TilingOptions) -> TilingOptions:
+    def with_earlier_settings(cls, model: nn.Module, options: TilingOptions) -> TilingOptions:
         if options.tiled:
             return options
-        settings = [forward.setting for forward in cls.standing(model) if not isinstance(forward, TiledRows)]
-        whole_layer = any(type(forward) is TiledRows for forward in cls.standing(model))
+        settings = [forward.setting for forward in cls.installed(model) if not isinstance(forward, TiledRows)]
+        whole_layer = any(type(forward) is TiledRows for forward in cls.installed(model))
         keep = max((setting.keep.value for setting in settings if setting.keep.kind == "share"), default=0.0)
         return replace(options, blocks=WHOLE_LAYER if whole_layer else "auto", keep=keep)
 

@@ -565,7 +565,7 @@ class ForwardsTechnique(Technique):
     on_forwards = True
 
     @classmethod
-    def standing(cls, model: nn.Module) -> list[Any]:
+    def installed(cls, model: nn.Module) -> list[Any]:
         return [
             forward for forward in installed_forwards(model)
             if forward.technique == cls.name and forward.owner == "apply"

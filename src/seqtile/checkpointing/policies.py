@@ -110,7 +110,7 @@ def install_checkpointing(model: nn.Module, policy: str | None, offload: bool | 
     return checkpointing.describe() + which(chosen, frozen)
 
 
-def standing_checkpointing(model: nn.Module) -> list[Checkpointing]:
+def installed_checkpointing(model: nn.Module) -> list[Checkpointing]:
     """The policies that :func:`install_checkpointing` installed in ``model``."""
     return [module.__dict__[_POLICY_MARK] for module in model.modules() if _POLICY_MARK in module.__dict__]
 

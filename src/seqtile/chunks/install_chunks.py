@@ -39,10 +39,10 @@ class ChunksTechnique(ForwardsTechnique):
         return _install_chunks(self.model, self.options.chunk or "auto", self.options.segment)
 
     @classmethod
-    def with_standing(cls, model: nn.Module, options: TilingOptions) -> TilingOptions:
+    def with_earlier_settings(cls, model: nn.Module, options: TilingOptions) -> TilingOptions:
         if options.chunk is not None:
             return options
-        setting = cls.standing(model)[0].chunk
+        setting = cls.installed(model)[0].chunk
         return replace(options, chunk=setting.tokens, segment=setting.segment)
 
     @classmethod

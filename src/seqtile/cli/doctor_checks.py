@@ -13,7 +13,7 @@ from torch import Tensor
 
 import seqtile
 from seqtile.blocks.instance import installed_forwards, refusals
-from seqtile.checkpointing.policies import standing_checkpointing
+from seqtile.checkpointing.policies import installed_checkpointing
 from seqtile.devices import package_version
 from seqtile.verification.judge import difference
 
@@ -141,7 +141,7 @@ def _run_feature(name: str, options: dict[str, Any], model: Any, ids: Tensor) ->
 def _step_gradients(model: Any, ids: Tensor) -> tuple[dict[str, Tensor], int]:
     """The gradients by name, without the compiler's prefix, and the bytes on the host before the backward."""
     loss = model(input_ids=ids, labels=ids).loss
-    hosts = [checkpointing.host for checkpointing in standing_checkpointing(model)]
+    hosts = [checkpointing.host for checkpointing in installed_checkpointing(model)]
     bytes_on_host = sum(host.parked_bytes for host in hosts if host is not None)
     loss.backward()
     return {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}, bytes_on_host

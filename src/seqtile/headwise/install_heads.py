@@ -329,8 +329,8 @@ class HeadsTechnique(ForwardsTechnique):
                 forward.attention = None
 
     @classmethod
-    def with_standing(cls, model: nn.Module, options: TilingOptions) -> TilingOptions:
-        return replace(options, heads=options.heads or cls.standing(model)[0].setting.per_pass)
+    def with_earlier_settings(cls, model: nn.Module, options: TilingOptions) -> TilingOptions:
+        return replace(options, heads=options.heads or cls.installed(model)[0].setting.per_pass)
 
     @classmethod
     def without_effect(cls, forwards: Sequence[Installed]) -> list[str]:
@@ -373,9 +373,9 @@ def _install_heads(model: nn.Module, heads: Heads, modules: Sequence[Attention],
     """Have every attention module run head-wise; what was done, in a sentence."""
     for attention in modules:
         setting = HeadSetting(heads, attention.shape, attention.name, attention.layer)
-        standing = HeadWise(attention.module, setting)
-        standing.install()
-        standing.check()
+        forward = HeadWise(attention.module, setting)
+        forward.install()
+        forward.check()
         layer = model.get_submodule(attention.layer) if attention.layer else attention.module
         installed = layer.__dict__.get("forward")
         normed = NormedAttention(attention.norm, attention.name.rpartition(".")[2])

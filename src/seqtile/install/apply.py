@@ -17,8 +17,8 @@ from seqtile.blocks.instance import TiledForward, installed_forwards, logger
 from seqtile.blocks.layer import TiledLayer
 from seqtile.blocks.norms_and_projections import KernelNorm, TiledRows
 from seqtile.engines.granularity import refuse_wrapped
+from seqtile.install.attribute_snapshot import AttributeSnapshot
 from seqtile.install.report import Report
-from seqtile.install.standing import Standing
 from seqtile.install.techniques import EXCLUDES, NOTHING_REPLACED, known_techniques, order_of, wanted_techniques
 from seqtile.install.tile_effects import remove_tile_effects, watch_tiles
 from seqtile.options import Only, TilingOptions
@@ -156,20 +156,20 @@ def apply_options(model: nn.Module, options: TilingOptions, *, others_stay: bool
         raise UserError("blocks.nothing-to-do", f"blocks='none' leaves nothing to do; add {techniques}")
     expect_module(model, "apply")
     refuse_wrapped(model)
-    standing = [technique for technique in known_techniques() if technique.standing(model)]
+    installed = [technique for technique in known_techniques() if technique.installed(model)]
     excluded = {name for technique in wanted for name in EXCLUDES.get(technique.name, ())}
     replaced = [
-        technique for technique in {*wanted, *standing}
+        technique for technique in {*wanted, *installed}
         if technique.on_forwards and (technique in wanted or technique.name in excluded or not others_stay)
     ]  # fmt: skip
     lowest = min(map(order_of, replaced), default=NOTHING_REPLACED)
-    removed = [technique for technique in standing if technique.on_forwards and order_of(technique) >= lowest]
-    stays = [t for t in standing if others_stay and t not in wanted and t.name not in excluded]
-    _check_with_standing(model, options, stays)
+    removed = [technique for technique in installed if technique.on_forwards and order_of(technique) >= lowest]
+    stays = [t for t in installed if others_stay and t not in wanted and t.name not in excluded]
+    _check_with_earlier_settings(model, options, stays)
     reinstalled = [technique for technique in removed if technique in stays]
-    for technique in standing if others_stay else ():
+    for technique in installed if others_stay else ():
         if technique in wanted or technique in reinstalled:
-            options = technique.with_standing(model, options)
+            options = technique.with_earlier_settings(model, options)
     uses = [technique(model, options) for technique in sorted([*wanted, *reinstalled], key=order_of)]
     for use in uses:
         use.check()
@@ -178,7 +178,7 @@ def apply_options(model: nn.Module, options: TilingOptions, *, others_stay: bool
         for technique in reversed(removed):
             technique.remove(model)
         done = {use.name: use.install(inside) for use in uses}
-    for technique in standing:
+    for technique in installed:
         if not others_stay and not technique.on_forwards and technique not in wanted:
             technique.remove(model)
     watch_tiles(model)
@@ -189,21 +189,21 @@ def apply_options(model: nn.Module, options: TilingOptions, *, others_stay: bool
     return report
 
 
-def _check_with_standing(model: nn.Module, options: TilingOptions, stays: Iterable[type[Technique]]) -> None:
+def _check_with_earlier_settings(model: nn.Module, options: TilingOptions, stays: Iterable[type[Technique]]) -> None:
     """Refuse what one call would refuse, where an earlier call did a part of it."""
     for technique in stays:
-        options = technique.with_standing(model, options)
+        options = technique.with_earlier_settings(model, options)
     check_combination(Combination(options))
 
 
 @contextmanager
 def _restored_on_failure(model: nn.Module) -> Iterator[None]:
-    """Put back what stands on ``model`` now, if the ``with`` block raises."""
-    standing = Standing(model)
+    """Restore the attributes and hooks of ``model`` if the ``with`` block raises."""
+    snapshot = AttributeSnapshot(model)
     try:
         yield
     except BaseException:
-        standing.changed().undo()
+        snapshot.changed().undo()
         raise
 
 
@@ -254,7 +254,7 @@ def tiled_names(model: nn.Module) -> set[str]:
 def carries(model: nn.Module) -> bool:
     """Whether anything of :func:`apply` is on ``model``, but for norms that run by their kernel."""
     others = [technique for technique in known_techniques() if not technique.on_forwards]
-    return bool(tiled_names(model)) or any(technique.standing(model) for technique in others)
+    return bool(tiled_names(model)) or any(technique.installed(model) for technique in others)
 
 
 @contextmanager

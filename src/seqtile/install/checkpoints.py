@@ -12,7 +12,7 @@ from seqtile.checkpointing.policies import (
     Checkpointing,
     check_checkpointing,
     install_checkpointing,
-    standing_checkpointing,
+    installed_checkpointing,
 )
 from seqtile.options import TilingOptions, layer_policies, offload_of
 from seqtile.recognise.decoder_layers import decoder_layers
@@ -40,22 +40,22 @@ class CheckpointTechnique(Technique):
         return TechniqueResult(done)
 
     @classmethod
-    def standing(cls, model: nn.Module) -> list[Checkpointing]:
-        return standing_checkpointing(model)
+    def installed(cls, model: nn.Module) -> list[Checkpointing]:
+        return installed_checkpointing(model)
 
     @classmethod
-    def with_standing(cls, model: nn.Module, options: TilingOptions) -> TilingOptions:
-        for standing in standing_checkpointing(model):
-            checkpoint, room = options.checkpoint or standing.policy, options.checkpoints_on_host
-            if standing.host is not None and not room:
-                room = f"{standing.host.budget}B" if standing.host.budget else True
+    def with_earlier_settings(cls, model: nn.Module, options: TilingOptions) -> TilingOptions:
+        for checkpointing in installed_checkpointing(model):
+            checkpoint, room = options.checkpoint or checkpointing.policy, options.checkpoints_on_host
+            if checkpointing.host is not None and not room:
+                room = f"{checkpointing.host.budget}B" if checkpointing.host.budget else True
             offload = offload_of(room, options.weights_on_host)
             options = replace(options, checkpoint=checkpoint, offload=offload)
         return options
 
     @classmethod
     def notes(cls, model: nn.Module) -> list[str]:
-        return [note for policy in standing_checkpointing(model) for note in policy.notes()]
+        return [note for policy in installed_checkpointing(model) for note in policy.notes()]
 
 
 def recomputed(states: Mapping[str, Sequence[str]]) -> str:

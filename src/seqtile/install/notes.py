@@ -8,7 +8,7 @@ from seqtile._compat import CHECKPOINT_FUNCTION, attention_kind, early_stop
 from seqtile._effects import find_checkpointed, split_frozen
 from seqtile.blocks.instance import Installed, refusals, rotary_by_kernel
 from seqtile.checkpointing.keep_attention import kept_per_token, wide_heads
-from seqtile.checkpointing.policies import is_on, standing_checkpointing
+from seqtile.checkpointing.policies import installed_checkpointing, is_on
 from seqtile.checkpointing.reentrant import is_reentrant, shares_keys
 from seqtile.install.techniques import known_techniques
 from seqtile.install.tile_effects import tile_effects
@@ -67,7 +67,7 @@ def attention_runs_twice(model: nn.Module, tokens: int) -> str:
         model: as it is now.
         tokens: tokens of the longest batch that ran, 0 before the first.
     """
-    if standing_checkpointing(model) or any(is_reentrant(module) for module in model.modules()):
+    if installed_checkpointing(model) or any(is_reentrant(module) for module in model.modules()):
         return ""
     for _, module in split_frozen(find_checkpointed(model))[0]:
         functions = [inner.__dict__.get(CHECKPOINT_FUNCTION) for inner in module.modules()]

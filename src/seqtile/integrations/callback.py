@@ -227,8 +227,8 @@ _OF_PLANNED_REFERENCE = ("loss", "loss_tile", "heads", "state", "chunk", "segmen
 
 def _lost(model: nn.Module, report: Report) -> list[str]:
     """Blocks of a report that run in tiles no longer."""
-    standing = tiled_names(model)
-    return [block.name for block in report.blocks if block.name not in standing]
+    tiled = tiled_names(model)
+    return [block.name for block in report.blocks if block.name not in tiled]
 
 
 def _check_trainer(trainer: Trainer | None, model: nn.Module, options: TilingOptions) -> None:

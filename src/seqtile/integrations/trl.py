@@ -16,7 +16,7 @@ from seqtile._compat import ONLINE_DPO_FORWARD
 from seqtile._errors import UserError
 from seqtile.install.apply import apply
 from seqtile.lm_loss.deferred_logits import DeferredLogits
-from seqtile.lm_loss.tiled_loss import HeadOf, deferred_logits, standing_losses
+from seqtile.lm_loss.tiled_loss import HeadOf, deferred_logits, installed_losses
 from seqtile.ops.lm_loss.divergence import linear_divergence
 from seqtile.ops.lm_loss.kept_tokens import IGNORED
 from seqtile.ops.lm_loss.token_logprobs import HeadInput
@@ -57,7 +57,7 @@ def tile_trainer(trainer: Any, *, loss_tile: int | str | None = None, shared_pro
         )
     done = []
     for name, model in models.items():
-        if loss_tile is None and standing_losses(model):
+        if loss_tile is None and installed_losses(model):
             done.append(f"{name}: its loss is tiled already")
         else:
             tile = "auto" if loss_tile is None else loss_tile

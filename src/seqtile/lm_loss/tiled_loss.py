@@ -69,13 +69,13 @@ class LossTechnique(Technique):
         return TechniqueResult(f"loss of {class_names} tiled{which(chosen, frozen)}")
 
     @classmethod
-    def standing(cls, model: nn.Module) -> list[TiledLoss]:
+    def installed(cls, model: nn.Module) -> list[TiledLoss]:
         """The tiled losses of a model, also under another library's forward."""
-        return standing_losses(model)
+        return installed_losses(model)
 
     @classmethod
     def notes(cls, model: nn.Module) -> list[str]:
-        return [note for loss in cls.standing(model) for note in loss.notes()]
+        return [note for loss in cls.installed(model) for note in loss.notes()]
 
 
 def check_kernel(head: nn.Module, impl: str) -> None:
@@ -142,7 +142,7 @@ def _is_causal_loss(function: Any) -> bool:
     return function is ForCausalLMLoss
 
 
-def standing_losses(model: nn.Module) -> list[TiledLoss]:
+def installed_losses(model: nn.Module) -> list[TiledLoss]:
     """The tiled losses of a model, also under another library's forward."""
     return [module.__dict__[_LOSS_MARK] for module in model.modules() if _LOSS_MARK in module.__dict__]
 
@@ -478,13 +478,13 @@ def deferred_logits(*models: nn.Module) -> Iterator[None]:
     """
     installed = []
     for model in models:
-        standing = standing_losses(model)
-        if not standing:
+        losses = installed_losses(model)
+        if not losses:
             raise UserError(
                 "loss.not-applied",
                 f"{type(model).__name__} has no tiled loss; call seqtile.apply(model, loss='tiled') first",
             )
-        installed += standing
+        installed += losses
     were_deferring = [loss.deferring for loss in installed]
     try:
         for loss in installed:

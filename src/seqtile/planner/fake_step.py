@@ -18,7 +18,7 @@ from seqtile._compat import FLASH_CPU_BACKWARD
 from seqtile._errors import UserError
 from seqtile._log import log_level
 from seqtile.blocks.instance import logger as block_logger
-from seqtile.checkpointing.policies import standing_checkpointing
+from seqtile.checkpointing.policies import installed_checkpointing
 from seqtile.chunks.layer_call import ChunkedCall
 from seqtile.counting.fake import FAKE_RUN, fake_tensors, in_this_thread, make_fake
 from seqtile.install.adapters import ALL_LINEAR, find_unread, leave_out, lora_config, without_adapters
@@ -235,7 +235,7 @@ def fake_step(
                 make_fake(built.model)
             for step_kind in kinds:
                 running.enter_context(step_kind.running(built.model, setup, tokens))
-            for tower in VisionTechnique.standing(built.model):
+            for tower in VisionTechnique.installed(built.model):
                 tower.live_bytes = lambda: live.now
             middle = MiddleTiles(live)
             if not whole:
@@ -331,7 +331,7 @@ def _file_step_tensors(
         )
     if setup.options.chunk is not None:
         live.purpose_of = lambda func: PIECE_GRADIENTS if func is FLASH_CPU_BACKWARD else None
-    for checkpointing in standing_checkpointing(model):
+    for checkpointing in installed_checkpointing(model):
         if checkpointing.attention is not None:
             checkpointing.attention.on_kept = lambda tensor: live.file(tensor, KEPT)
     live.watching = True

@@ -85,8 +85,8 @@ class StateTechnique(ForwardsTechnique):
         return _install_state(self.model, self.options.state or "auto")
 
     @classmethod
-    def with_standing(cls, model: nn.Module, options: TilingOptions) -> TilingOptions:
-        return replace(options, state=options.state or cls.standing(model)[0].state.tile)
+    def with_earlier_settings(cls, model: nn.Module, options: TilingOptions) -> TilingOptions:
+        return replace(options, state=options.state or cls.installed(model)[0].state.tile)
 
     @classmethod
     def without_effect(cls, forwards: Sequence[StateForward]) -> list[str]:

@@ -84,8 +84,8 @@ def verify(
         )
     refuse_what_cannot_be_compared(model)
     notes: list[str] = []
-    with kept(model, seed), without_tiling(model) as standing:
-        if standing and only is not None and tile is None:
+    with kept(model, seed), without_tiling(model) as removed:
+        if removed and only is not None and tile is None:
             raise UserError(
                 "verify.only-without-tile",
                 "only= needs tile= for a model that is already tiled; add tile=, or drop only=",
@@ -98,8 +98,8 @@ def verify(
         if was_reentrant:
             notes.append(NON_REENTRANT)
         tiling: AbstractContextManager[Any]
-        if standing and tile is None:
-            for module, attributes in standing:
+        if removed and tile is None:
+            for module, attributes in removed:
                 module.__dict__.update(attributes)
             tiling = nullcontext()
         else:

@@ -77,12 +77,12 @@ def verify_shared_prompts(
         return -(torch.cat(row.of_samples(_log_probs(logits, row.labels))) * weights).sum()
 
     notes: list[str] = []
-    standing = shares_prompts(model)
+    already_shared = shares_prompts(model)
     with kept(model, seed), Watched.pause():
         model.train()
         truth, precision = NO_TRUTH if reference is None else truth_of(model, {}, apart, seed, notes)
         expected = Measured(model, {}, apart, seed)
-        shared = None if standing else share_prompts(model)
+        shared = None if already_shared else share_prompts(model)
         try:
             got = Measured(model, {}, together, seed)
         finally:

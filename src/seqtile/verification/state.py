@@ -13,9 +13,9 @@ from seqtile._compat import has_gradient_step
 from seqtile._errors import UserError
 from seqtile.blocks.instance import installed_forwards
 from seqtile.install.apply import apply, take_off
+from seqtile.install.attribute_snapshot import AttributeSnapshot
 from seqtile.install.report import Report
-from seqtile.install.standing import Standing
-from seqtile.lm_loss.tiled_loss import standing_losses
+from seqtile.lm_loss.tiled_loss import installed_losses
 from seqtile.options import Only
 
 Tiled = list[tuple[nn.Module, dict[str, Any]]]
@@ -67,15 +67,15 @@ def without_tiling(model: nn.Module) -> Iterator[Tiled]:
 
     Weights that wait on the host stay there: the device may lack room for them.
     """
-    losses, forwards = standing_losses(model), installed_forwards(model)
+    losses, forwards = installed_losses(model), installed_forwards(model)
     tiled: Tiled = [(module, dict(module.__dict__)) for module in dict.fromkeys(one.module for one in forwards)]
     for loss in losses:
         attributes = loss.module.__dict__
         tiled.append((loss.module, {name: attributes[name] for name in loss.changed if name in attributes}))
     befores = [(forward, forward.before) for forward in forwards]
-    standing = Standing(model)
+    snapshot = AttributeSnapshot(model)
     take_off(model, leave="weights")
-    changes = standing.changed()
+    changes = snapshot.changed()
     for forward, before in befores:  # which accelerate's hooks over a forward have changed
         forward.before = before
     try:

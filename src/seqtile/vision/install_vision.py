@@ -43,7 +43,7 @@ class VisionTechnique(Technique):
         return TechniqueResult(f"vision tower of {names} in groups of {size}, verified at its first call")
 
     @classmethod
-    def standing(cls, model: nn.Module) -> list[VisionTower]:
+    def installed(cls, model: nn.Module) -> list[VisionTower]:
         """The towers of a model whose methods are replaced."""
         values = [value for module in model.modules() for value in module.__dict__.values()]
         return [*dict.fromkeys(value.tower for value in values if isinstance(value, MethodInGroups))]
@@ -51,4 +51,4 @@ class VisionTechnique(Technique):
     @classmethod
     def notes(cls, model: nn.Module) -> list[str]:
         """A sentence per tower that has run in groups so far."""
-        return [tower.effect for tower in cls.standing(model) if tower.effect]
+        return [tower.effect for tower in cls.installed(model) if tower.effect]

@@ -1,4 +1,4 @@
-"""What stands on a model's modules, and what has changed of it since: attributes, hooks, and replacements' own."""
+"""Snapshots of the attributes and hooks of a model's modules, and of our replacements, to undo later changes."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from seqtile._stand_in import StandIn
 _ABSENT = object()
 
 
-class Standing:
+class AttributeSnapshot:
     """The attributes and hooks of a model's modules as they are now; no tensor is copied."""
 
     def __init__(self, model: nn.Module) -> None:
         self._namespaces = [(namespace, dict(namespace)) for namespace in _namespaces_of(model)]
 
-    def changed(self) -> StandingChanges:
-        """What is different since."""
-        return StandingChanges(
+    def changed(self) -> AttributeChanges:
+        """The changes since the snapshot."""
+        return AttributeChanges(
             [
                 (now, before, {name: value for name, value in before.items() if now.get(name, _ABSENT) is not value},
                  now.keys() - before.keys())
@@ -30,14 +30,14 @@ class Standing:
         )  # fmt: skip
 
 
-class StandingChanges:
-    """Changes of attributes and hooks between two moments; what is changed after them stays when they are undone."""
+class AttributeChanges:
+    """Changes of attributes and hooks between two moments; :meth:`undo` keeps changes that were made later."""
 
     def __init__(self, changes: list[tuple[dict[Any, Any], dict[Any, Any], dict[Any, Any], set[Any]]]) -> None:
         self._changes = [change for change in changes if change[2] or change[3]]
 
     def undo(self) -> None:
-        """Put back what was there; hooks in their former order."""
+        """Restore the former attributes and hooks, hooks in their former order."""
         for now, before, values, added in self._changes:
             entries = {name: value for name, value in now.items() if name not in added} | values
             now.clear()
