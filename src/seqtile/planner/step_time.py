@@ -63,7 +63,8 @@ def step_seconds(request: Request, counts: Counts, tokens: int, keep: float | No
 def checkpoint_bytes(request: Request, counts: Counts, tokens: int) -> float:
     """Bytes that one rank's checkpoints keep: inputs of layers, and attention's output of the layers that save it.
 
-    With chunks: inputs of segments, and keys and values of attending layers except each segment's first layer.
+    With chunks: inputs of segments, and keys and values of attending layers except each segment's first layer. States
+    at the chunks' starts are left out: 3 % of Qwen3.5-9B's layer inputs with chunks of 8,192 tokens.
     """
     itemsize, rows = request.setup().dtype.itemsize, _tokens_of_a_rank(request, tokens)
     if is_in_chunks(request.options, request.row_tokens(tokens), request.batch):
