@@ -142,10 +142,10 @@ def collate_tree(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _mask(row: Tensor, scored: int | Sequence[bool] | Tensor | None) -> Tensor:
-    given = torch.as_tensor(0 if scored is None else scored, device="cpu")
-    if not given.dim():
-        return torch.arange(len(row), device="cpu") >= given
-    mask = given.bool()
+    mask_or_first = torch.as_tensor(0 if scored is None else scored, device="cpu")
+    if not mask_or_first.dim():
+        return torch.arange(len(row), device="cpu") >= mask_or_first
+    mask = mask_or_first.bool()
     if mask.shape != row.shape:
         raise ValueError(f"got a mask of shape {tuple(mask.shape)} for a sample of {len(row)} tokens")
     return mask
@@ -190,9 +190,9 @@ class _Forest:
         ]
 
 
-def _shared(one: Tensor, other: Tensor) -> int:
+def _shared(left: Tensor, right: Tensor) -> int:
     """Number of leading tokens after each of which two samples also agree on the next token, or both end."""
-    size = min(len(one), len(other))
-    differs = (one[:size] != other[:size]).nonzero()
+    size = min(len(left), len(right))
+    differs = (left[:size] != right[:size]).nonzero()
     same = int(differs[0]) if len(differs) else size
-    return same if same == len(one) == len(other) else max(same - 1, 0)
+    return same if same == len(left) == len(right) else max(same - 1, 0)

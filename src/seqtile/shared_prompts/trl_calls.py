@@ -150,12 +150,14 @@ def fold_batch(input_ids: Tensor, attention_mask: Tensor | None, labels: Tensor)
         return "a label of the batch is not the token in its place"
     if (kept & ~real[:, :-1]).any():
         return "the batch scores a token behind padding, such as the first of a sample"
-    scored = [of_sample[there] != IGNORED for of_sample, there in zip(targets, real, strict=True)]
-    row = tree_row([sample[there] for sample, there in zip(ids, real, strict=True)], scored, device=input_ids.device)
+    scored = [of_sample[is_token] != IGNORED for of_sample, is_token in zip(targets, real, strict=True)]
+    row = tree_row(
+        [sample[is_token] for sample, is_token in zip(ids, real, strict=True)], scored, device=input_ids.device
+    )
     if row.tokens == row.tokens_apart:
         return f"no two samples of the batch share their first {SHORTEST_PREFIX} tokens"
     # A sample's first token is predicted by nothing.
-    columns = [there.nonzero()[1:, 0][mask[1:]] for there, mask in zip(real, scored, strict=True)]
+    columns = [is_token.nonzero()[1:, 0][mask[1:]] for is_token, mask in zip(real, scored, strict=True)]
     samples = torch.arange(len(ids), device="cpu").repeat_interleave(torch.tensor(row.counts, device="cpu"))
     device = input_ids.device
     return Fold(row, (ids.shape[0], ids.shape[1]), samples.to(device), torch.cat(columns).to(device))

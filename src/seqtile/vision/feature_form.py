@@ -59,27 +59,27 @@ class GroupShapes:
         self.tails: list[tuple[int, ...]] = []
 
 
-def form_of(whole: Any, part: Any, units: int) -> Form:
+def form_of(for_two: Any, for_one: Any, units: int) -> Form:
     """The form of results, found by comparing two.
 
     Args:
-        whole: result for two pictures or rows of them.
-        part: result for one.
-        units: number of units in the call of ``whole``.
+        for_two: result for two pictures or rows of them.
+        for_one: result for one.
+        units: number of units in the call of ``for_two``.
     """
-    if isinstance(whole, Tensor):
-        if whole.dim() < 2:
-            raise NotCutError(f"it returns a tensor of shape {tuple(whole.shape)}")
-        return FeatureTensor(whole.dim() == 3 and len(whole) == 2 != units)
-    if isinstance(whole, Mapping):
-        kept = [name for name in whole if not (name in INNER and whole.get(POOLED) is not None)]
-        return FeatureTree(type(whole), {name: form_of(whole[name], part[name], units) for name in kept})
-    if not isinstance(whole, list | tuple):
-        raise NotCutError(f"it returns a {type(whole).__name__}")
-    if (len(whole), len(part)) == (2, 1) and all(isinstance(entry, Tensor) for entry in whole):
-        return FeatureList(type(whole))
-    inner = [form_of(one, other, units) for one, other in zip(whole, part, strict=True)]
-    return FeatureTree(type(whole), dict(enumerate(inner)))
+    if isinstance(for_two, Tensor):
+        if for_two.dim() < 2:
+            raise NotCutError(f"it returns a tensor of shape {tuple(for_two.shape)}")
+        return FeatureTensor(for_two.dim() == 3 and len(for_two) == 2 != units)
+    if isinstance(for_two, Mapping):
+        kept = [name for name in for_two if not (name in INNER and for_two.get(POOLED) is not None)]
+        return FeatureTree(type(for_two), {name: form_of(for_two[name], for_one[name], units) for name in kept})
+    if not isinstance(for_two, list | tuple):
+        raise NotCutError(f"it returns a {type(for_two).__name__}")
+    if (len(for_two), len(for_one)) == (2, 1) and all(isinstance(entry, Tensor) for entry in for_two):
+        return FeatureList(type(for_two))
+    inner = [form_of(*entries, units) for entries in zip(for_two, for_one, strict=True)]
+    return FeatureTree(type(for_two), dict(enumerate(inner)))
 
 
 def rows_of(form: Form, result: Any, shapes: GroupShapes) -> Iterator[Tensor]:
@@ -114,7 +114,7 @@ def restored(
         owners: number of owners.
     """
     if isinstance(form, FeatureTree):
-        inner = {name: restored(part, rows, entries, tails, owners) for name, part in form.forms.items()}
+        inner = {name: restored(inner_form, rows, entries, tails, owners) for name, inner_form in form.forms.items()}
         return form.container(inner.values()) if issubclass(form.container, list | tuple) else form.container(**inner)
     tensor = next(rows).reshape(*((owners, -1) if getattr(form, "by_owner", False) else (-1,)), *next(tails))
     return form.container(tensor.split(next(entries))) if isinstance(form, FeatureList) else tensor

@@ -38,7 +38,7 @@ class FrozenLayers:
         """Add a module to the frozen layers or to the trained modules; divide its children if it has both."""
         if self._is_frozen(module):
             self._layers += module.children() if isinstance(module, nn.ModuleList) else [module]
-        elif isinstance(module, nn.ModuleList) or any(self._is_stack(part) for part in module.modules()):
+        elif isinstance(module, nn.ModuleList) or any(self._is_stack(submodule) for submodule in module.modules()):
             for child in module.children():
                 self._divide(child)
         else:
@@ -131,13 +131,13 @@ def _device_of_inputs(args: Any, kwargs: Any) -> torch.device:
     return next(value.device for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
 
 
-def _merged(kept: Any, given: Any) -> Any:
+def _merged(kept: Any, inputs: Any) -> Any:
     """The inputs kept in the forward, and the new ones from trained modules."""
-    if isinstance(given, tuple | list):
-        return type(given)(_merged(old, new) for old, new in zip(kept, given, strict=True))
-    if isinstance(given, dict):
-        return {name: _merged(kept[name], new) for name, new in given.items()}
-    return given if isinstance(given, Tensor) and kept is None else kept
+    if isinstance(inputs, tuple | list):
+        return type(inputs)(_merged(old, new) for old, new in zip(kept, inputs, strict=True))
+    if isinstance(inputs, dict):
+        return {name: _merged(kept[name], new) for name, new in inputs.items()}
+    return inputs if isinstance(inputs, Tensor) and kept is None else kept
 
 
 def _put_back(layer: nn.Module, before: Any) -> None:
