@@ -135,18 +135,12 @@ def test_keys_become_arguments(ours: Any, cfg: dict[str, Any], given: dict[str, 
 
 
 REFUSED: list[tuple[Any, ...]] = [
-    (
-        {"tiled_mlp_use_original_mlp": False, "liger_glu_activation": True},
-        "path.fused-with-other-mlp",
-        "liger_glu_activation",
-    ),
+    ({"tiled_mlp_use_original_mlp": False, "liger_glu_activation": True},
+     "path.fused-with-other-mlp", "liger_glu_activation"),
     ({"tiled_mlp_use_original_mlp": False, "lora_mlp_kernel": True}, "path.fused-with-other-mlp", "lora_mlp_kernel"),
     ({"tiled_mlp_use_original_mlp": False, "use_scattermoe": True}, "path.fused-with-other-mlp", "use_scattermoe"),
-    (
-        {"tiled_mlp_use_original_mlp": False, "seqtile": {"path": "generic"}},
-        "axolotl.original-mlp-contradicts-path",
-        "generic",
-    ),
+    ({"tiled_mlp_use_original_mlp": False, "seqtile": {"path": "generic"}},
+     "axolotl.original-mlp-contradicts-path", "generic"),
     ({"tiled_mlp": True, "tiled_mlp_num_shards": 4, "seqtile": {"tile": 512}}, "tile.given-twice"),
     ({"tiled_mlp": True, "tiled_mlp_num_shards": 0}, "option.malformed", "shards:0"),
     ({"tiled_mlp": True, "seqtile": {"blocks": "none", "loss": "tiled"}}, "axolotl.tiled-mlp-contradicts-blocks"),
@@ -158,35 +152,20 @@ REFUSED: list[tuple[Any, ...]] = [
     ({"seqtile": {"loss_tile": 512}}, "loss.options-without-loss", "loss_tile"),
     ({"seqtile": {"loss": "tiled"}, "cut_cross_entropy": True}, "loss.with-other-loss"),
     ({"seqtile": {"loss": "tiled"}, "chunked_cross_entropy": True}, "loss.with-other-loss"),
-    (
-        {"seqtile": {"offload": True}, "activation_offloading": "legacy"},
-        "checkpoint.with-other-checkpoints",
-        "activation_offloading",
-    ),
-    (
-        {"seqtile": {"offload": True}, "gradient_checkpointing": "offload"},
-        "checkpoint.with-other-checkpoints",
-        "gradient_checkpointing: offload",
-    ),
-    (
-        {"seqtile": {"checkpoint": "layer"}, "fsdp_config": {"activation_checkpointing": True}},
-        "checkpoint.with-other-checkpoints",
-        "fsdp_config",
-    ),
+    ({"seqtile": {"offload": True}, "activation_offloading": "legacy"},
+     "checkpoint.with-other-checkpoints", "activation_offloading"),
+    ({"seqtile": {"offload": True}, "gradient_checkpointing": "offload"},
+     "checkpoint.with-other-checkpoints", "gradient_checkpointing: offload"),
+    ({"seqtile": {"checkpoint": "layer"}, "fsdp_config": {"activation_checkpointing": True}},
+     "checkpoint.with-other-checkpoints", "fsdp_config"),
     ({"seqtile": {"max_length": 64}, "cut_cross_entropy": True}, "loss.with-other-loss"),
-    (
-        {"seqtile": {"max_length": 64}, "context_parallel_size": 8},
-        "axolotl.max-length-unplanned-step",
-        "context_parallel_size",
-    ),
+    ({"seqtile": {"max_length": 64}, "context_parallel_size": 8},
+     "axolotl.max-length-unplanned-step", "context_parallel_size"),
     ({"selective_checkpointing": {"save_matmul_min_k": 64}}, "tile.with-saved-products", "save_matmul_min_k: 64"),
     ({"selective_checkpointing": {"save": ["attention", "aten::mm"]}}, "tile.with-saved-products", "save: aten::mm"),
-    (
-        {"selective_checkpointing": {"save_modules": ["o_proj", "mlp.down_proj"]}},
-        "tile.with-saved-products",
-        "mlp.down_proj",
-    ),
-]
+    ({"selective_checkpointing": {"save_modules": ["o_proj", "mlp.down_proj"]}},
+     "tile.with-saved-products", "mlp.down_proj"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REFUSED, ids=[code for _, code, *_ in REFUSED])

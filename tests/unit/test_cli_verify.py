@@ -71,7 +71,7 @@ def test_json_is_one_object(config: Path, flags: list[str], capsys: pytest.Captu
     assert got["worst"]["untiled_error"] >= 0 and got["worst"]["tiled_error"] >= 0
     plain = flags == ["--checkpoint", "none"]
     assert got["units"] == {"untiled": 9.0 if plain else 11.0, "tiled": 11.0}
-    assert got["tiled"] == {"blocks": 2, "tile": "16", "most_tiles": 7}
+    assert got["tiled"] == {"blocks": 2, "tile": 16, "most_tiles": 7}
     assert got["truth"] == ("float32" if "bfloat16" in flags else "float64")
     assert all(0 < gib < 1 for gib in got["peak_gib"].values())
     assert got["groups"]["mlp.gate_proj"]["parameters"] == 2
