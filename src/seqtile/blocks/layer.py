@@ -273,17 +273,21 @@ class TiledLayer(Installed):
         return self.together(args, kwargs)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def together(self, args: Sequence[Any], kwargs: Mapping[str, Any], chunk: nn.Module | None = None) -> Any:
+    def together(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], chunk: nn.Module | None = None, apart: str | None = None
+    ) -> Any:
         """Run the layer's own forward on a view that has stand-ins for the members.
 
         Args:
             args: positional arguments of the call.
             kwargs: keyword arguments of the call.
             chunk: the view of the layer that runs one chunk of its sequence, from :mod:`seqtile.chunks`, or None.
+            apart: why the members cannot share a tile, or ""; None to look now. A chunk's recompute runs as its
+                forward did.
         """
         module = self.refuse_copies()
         layer = module if chunk is None else chunk
-        if reason := self._why_apart(module):
+        if reason := self.why_apart(module) if apart is None else apart:
             return self._apart(reason, layer, args, kwargs)
         finish = functools.partial(self._compute, layer)
         sequence = Members(type(layer).__name__, self._events, self._probabilities, finish)
@@ -306,7 +310,7 @@ class TiledLayer(Installed):
         sequence.check_end((result, changed))
         return result
 
-    def _why_apart(self, layer: nn.Module) -> str:
+    def why_apart(self, layer: nn.Module) -> str:
         """Why the members cannot run in one tile at this call, or ""."""
         if getattr(type(layer).forward, "__code__", None) is not self._code:
             return "its forward differs from the one that seqtile read"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -90,7 +91,8 @@ class _SegmentRun:
     ) -> None:
         self._modules, self._calls, self._cuts = modules, calls, cuts
         self._swap = ParameterSwap(modules)
-        self._tiled = [tiled_layer(module) for module in modules]
+        tiled = [(module, tiled_layer(module)) for module in modules]
+        self._tiled = [layer and partial(layer.together, apart=layer.why_apart(module)) for module, layer in tiled]
         self._begins, self.starts = _positions(cuts)
         self._autocast, self._random = Autocast.of(hidden_states), _Randoms(modules[0], hidden_states.device)
         self._parked: list[tuple[KeyValues, list[Tensor | OffloadedTensor]]] = []

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from seqtile._compat import tree_flatten, tree_unflatten
-from seqtile.blocks.layer import TiledLayer
 from seqtile.chunks.layer_cache import Attending, ChunkCache, KeysStored, NotChunkedError, attending
 from seqtile.ops.attention.prefix import KeyValues
 from seqtile.ops.attention.segment_tree import ARGUMENT, SegmentTable
@@ -155,7 +154,7 @@ class ChunkedCall:
 
     def run(
         self, view: nn.Module, given: Sequence[Tensor], state: State, begin: int, start: int, *,
-        tiles: TiledLayer | None = None, keys_only: bool = False,
+        tiles: Callable[..., Any] | None = None, keys_only: bool = False,
     ) -> tuple[Any, State]:  # fmt: skip
         """The layer on one chunk.
 
@@ -165,7 +164,7 @@ class ChunkedCall:
             state: after the chunk before it.
             begin: first token of the chunk's document.
             start: first token of the chunk.
-            tiles: runs the layer's block and its neighbours in tiles.
+            tiles: :meth:`seqtile.blocks.layer.TiledLayer.together` of the layer, if its block runs in tiles.
             keys_only: store the keys and values of its first attention, and stop.
 
         Returns:
@@ -194,7 +193,7 @@ class ChunkedCall:
         )
         with attending(chunk):
             try:
-                result = tiles.together(args, kwargs, view) if tiles else type(view).forward(view, *args, **kwargs)
+                result = tiles(args, kwargs, view) if tiles else type(view).forward(view, *args, **kwargs)
             except KeysStored:
                 return None, ()
         keys = sorted(cache.tensors)
