@@ -329,6 +329,10 @@ else:
     tree_unflatten = _find("torch.utils._pytree.tree_unflatten")
 
 
+PLAIN = (Tensor, nn.Parameter, FakeTensor)
+"""Types of tensors that hold nothing but numbers, or pretend to."""
+
+
 class PlanMode(FakeTensorMode):
     """The fake mode of a plan, by which operators tell its tensors from a tracer's."""
 

@@ -19,13 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from seqtile._compat import after_backward, backward_pass, tree_iter, version_of
+from seqtile._compat import PLAIN, after_backward, backward_pass, tree_iter, version_of
 from seqtile._effects import Watched, backbone_of, find_checkpointed, split_frozen
 from seqtile._errors import UserError
 from seqtile._log import first_rank_logger
 from seqtile._technique import Technique, TechniqueResult
 from seqtile.checkpointing.host_offload import is_dense
-from seqtile.counting.fake import PLAIN
 from seqtile.devices import accelerator, available_host_bytes
 from seqtile.recognise.decoder_layers import decoder_layers
 

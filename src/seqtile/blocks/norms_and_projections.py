@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from seqtile._compat import children_of, in_forward_mode, transform_level
+from seqtile._compat import PLAIN, children_of, in_forward_mode, transform_level
 from seqtile._technique import Left
 from seqtile.blocks.instance import Setting, TiledForward, inside_a_tile, mode_of
 from seqtile.blocks.layer import TiledLayer
-from seqtile.counting.fake import PLAIN
 from seqtile.engines.zero3 import is_registered, mark_leaf, whole_shape
 from seqtile.ops.fused_norm import fused_norm
 from seqtile.ops.norm import BY_DEVICE, NORM_KERNELS

@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from seqtile._compat import PLAIN
 from seqtile._errors import UserError
 from seqtile._log import first_rank_logger
-from seqtile.counting.fake import PLAIN
 from seqtile.devices import available_host_bytes
 
 logger = first_rank_logger(__name__)

@@ -30,9 +30,6 @@ from seqtile._compat import (
 from seqtile.counting.fake_results import FakeResults
 from seqtile.counting.watch import Seeing
 
-PLAIN = (Tensor, nn.Parameter, FakeTensor)
-"""Types of tensors that hold nothing but numbers, or pretend to."""
-
 FAKE_RUN = threading.RLock()
 """Held by the thread that computes on fake tensors, which meanwhile calls other functions than Transformers' own."""
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from seqtile.counting.fake import PLAIN
+from seqtile._compat import PLAIN
 from seqtile.ops.kernels import Kernel, Kernels, as_constant, only_compiled, wide
 from seqtile.ops.token_tiles import refuse_second_derivative
 

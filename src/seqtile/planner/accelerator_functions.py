@@ -20,7 +20,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from seqtile.counting.fake import PLAIN
+from seqtile._compat import PLAIN
 
 _LOW = (torch.bfloat16, torch.float16)
 _IN_FP32 = (

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from seqtile._compat import HOOKS, captured_by, captures_by_forward
+from seqtile._compat import HOOKS, PLAIN, captured_by, captures_by_forward
 from seqtile._shallow import view_of
-from seqtile.counting.fake import PLAIN
 from seqtile.engines.flat import named_weights
 from seqtile.ops.linear import Adapter, Packed, Projection
 from seqtile.ops.norm import NormFormula

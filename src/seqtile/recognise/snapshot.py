@@ -18,9 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from seqtile._compat import BOOKKEEPING, BUFFERS, HOOKS, MODULES, PARAMETERS, children_of
+from seqtile._compat import BOOKKEEPING, BUFFERS, HOOKS, MODULES, PARAMETERS, PLAIN, children_of
 from seqtile._stand_in import ForwardStandIn, attributes_without_stand_ins
-from seqtile.counting.fake import PLAIN
 
 INTERNAL = frozenset(vars(nn.Module()))
 """Attributes of every module, in which PyTorch keeps parameters, children and hooks, and ``training``."""
