@@ -339,6 +339,8 @@ class PlanMode(FakeTensorMode):
 
 is_wrapper_subclass: Callable[[type], bool] = _find("torch.utils._python_dispatch.is_traceable_wrapper_subclass_type")
 disable_current_modes: Callable[[], Any] = _find("torch.utils._python_dispatch._disable_current_modes")
+function_modes_on: Callable[[], int] = _find("torch.overrides._len_torch_function_stack")
+function_mode_off: Callable[[], Any] = _find("torch.overrides._pop_mode_temporarily")
 disabled_torch_function: Any = _find("torch._C._disabled_torch_function_impl")
 disable_torch_function_subclass: Callable[[], Any] = _find("torch._C.DisableTorchFunctionSubclass")
 has_kernel: Callable[[str, Any], bool] = _find("torch._C._dispatch_has_kernel_for_dispatch_key")

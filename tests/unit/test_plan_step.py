@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -308,6 +309,35 @@ def test_a_thread_that_trains_during_a_plan_computes_as_before(monkeypatch: pyte
     monkeypatch.setattr(fake_steps, "tracked_step", beside)
     fake_step(config, setup(device_type="cuda", attention="flash"), LENGTH)
     assert len(losses) > 1 and len(set(losses)) == 1
+
+
+@contextmanager
+def default_device(name: str) -> Iterator[None]:
+    torch.set_default_device(name)
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+
+
+CALLERS = {
+    "no_grad": torch.no_grad,
+    "inference mode": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu", torch.float16),
+    "device": lambda: torch.device("meta"),
+    "default device": lambda: default_device("meta"),
+}
+
+
+@pytest.mark.parametrize("caller", CALLERS)
+def test_a_plan_is_the_same_whatever_its_caller_has_on_and_leaves_it_so(caller: str) -> None:
+    config, how = config_of("qwen3_5_text"), setup(device_type="cuda", autocast=True, chunk=64)
+    expected, device = fake_step(config, how, LENGTH), torch.get_default_device()
+    with CALLERS[caller]():
+        inside = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_default_device()
+        assert fake_step(config, how, LENGTH) == expected
+        assert inside == (torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_default_device())
+    assert torch.get_default_device() == device
 
 
 def test_threads_plan_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import functools
 import importlib
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -25,6 +25,8 @@ from seqtile._compat import (
     active_fake_mode,
     buffers_of,
     disable_current_modes,
+    function_mode_off,
+    function_modes_on,
     parameters_of,
 )
 from seqtile.counting.fake_results import FakeResults
@@ -43,6 +45,28 @@ def in_this_thread(replacement: Callable[..., Any], original: Callable[..., Any]
         return (replacement if threading.get_ident() == thread else original)(*args, **kwargs)
 
     return function
+
+
+@contextmanager
+def callers_modes_off() -> Iterator[None]:
+    """Inside, gradients are recorded, and neither an autocast nor a function mode of the caller is on.
+
+    A default device is such a mode. A checkpoint's recompute enters it a second time, after which it stays on when the
+    caller leaves it (``torch.utils._device.DeviceContext``).
+    """
+    with (
+        torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False), ExitStack() as stack,
+    ):  # fmt: skip
+        for _ in range(function_modes_on()):
+            stack.enter_context(function_mode_off())
+        depth = torch.autocast_increment_nesting() - 1
+        for _ in range(depth + 1):
+            torch.autocast_decrement_nesting()  # the outermost autocast drops the weights that it cast
+        try:
+            yield
+        finally:
+            for _ in range(depth):
+                torch.autocast_increment_nesting()
 
 
 @contextmanager

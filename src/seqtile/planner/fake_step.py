@@ -20,7 +20,7 @@ from seqtile._log import log_level
 from seqtile.blocks.instance import logger as block_logger
 from seqtile.checkpointing.policies import installed_checkpointing
 from seqtile.chunks.layer_call import ChunkedCall
-from seqtile.counting.fake import FAKE_RUN, fake_tensors, in_this_thread, make_fake
+from seqtile.counting.fake import FAKE_RUN, callers_modes_off, fake_tensors, in_this_thread, make_fake
 from seqtile.install.adapters import ALL_LINEAR, find_unread, leave_out, lora_config, without_adapters
 from seqtile.install.apply import apply, apply_options, undo
 from seqtile.models.causal import causal_model
@@ -245,7 +245,7 @@ def fake_step(
 
     for step_kind in kinds:
         step = partial(step_kind.run, step=step)
-    with FAKE_RUN:
+    with FAKE_RUN, callers_modes_off():
         return step(config)
 
 
