@@ -230,8 +230,9 @@ def test_activation_checkpoints_change_nothing(family: str, reentrant: bool | No
 
 
 @pytest.mark.parametrize("order", ["whole between", "chunks between", "hidden states, chunks between"])
+@pytest.mark.parametrize("embeddings", ["train", "are frozen", "are frozen, with input gradients"])
 @pytest.mark.parametrize("segment", [1, 2])
-def test_a_recompute_runs_as_its_forward_did(segment: int, order: str) -> None:
+def test_a_recompute_runs_as_its_forward_did(segment: int, embeddings: str, order: str) -> None:
     """Under a checkpoint around the layer's call, as FSDP's, whatever other calls ran in between.
 
     In bf16 the first tensor that a whole layer saves is another one than in chunks.
@@ -249,6 +250,9 @@ def test_a_recompute_runs_as_its_forward_did(segment: int, order: str) -> None:
     def gradients(**settings: int) -> dict[str, Tensor]:
         model = build("llama", torch.bfloat16)
         model.config.use_cache = False
+        model.get_input_embeddings().requires_grad_(embeddings == "train")
+        if "input gradients" in embeddings:
+            model.enable_input_require_grads()
         if settings:
             seqtile.apply(model, **settings)
         layers = model.model.layers
@@ -257,7 +261,7 @@ def test_a_recompute_runs_as_its_forward_did(segment: int, order: str) -> None:
         loss = model(**first).loss
         model(**second)
         loss.backward()
-        return {name: weight.grad for name, weight in model.named_parameters()}
+        return {name: weight.grad for name, weight in model.named_parameters() if weight.requires_grad}
 
     torch.testing.assert_close(gradients(chunk=64, segment=segment), gradients(), rtol=0.1, atol=5e-3)
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from seqtile._compat import (
     CHECKPOINT_FUNCTION,
@@ -288,23 +289,30 @@ class ChunkForward(Installed):
         return self.run_whole(why, args, kwargs)
 
     def _note_decision(self, call: ChunkedCall, decision: str) -> None:
-        """Note how this call runs, for the recompute of a checkpoint around the layer.
-
-        The hidden states' node of the graph is the only thing of a call that such a recompute has too.
-        """
-        if backward_pass() == -1 and (node := _node_of(call)) is not None:
-            node.metadata[self] = decision
+        """Note how this call runs, for the recompute of a checkpoint around the layer."""
+        if backward_pass() == -1:
+            _decisions_of(call)[self] = decision
 
     def _decision_of_forward(self, call: ChunkedCall) -> str:
         """How the forward ran that this call computes again: hooks, patches and other calls may differ by now."""
-        node = _node_of(call)
-        decision: str = "" if node is None else node.metadata.get(self, "")
+        decision: str = _decisions_of(call).get(self, "")
         return decision or (WHOLE if self.refused else "")
 
 
-def _node_of(call: ChunkedCall) -> Any:
-    """The node of the graph that computed a call's hidden states; None where there is none."""
-    return None if call.hidden_states is None else call.hidden_states.grad_fn
+_OF_LEAVES = WeakTensorKeyDictionary()
+"""Decisions of the calls whose hidden states no node computed, such as a first layer's behind frozen embeddings."""
+
+
+def _decisions_of(call: ChunkedCall) -> Any:
+    """How each layer ran with a call's hidden states, by its forward; only these does a recompute have too.
+
+    Saved-tensor hooks give a recompute other tensors, but of the same node.
+    """
+    hidden_states = call.hidden_states
+    if hidden_states is None:
+        return {}
+    node: Any = hidden_states.grad_fn
+    return _OF_LEAVES.setdefault(hidden_states, {}) if node is None else node.metadata
 
 
 def _reaches(call: ChunkedCall, cuts: StateTiles) -> bool:
