@@ -43,7 +43,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 export PIP_NO_INPUT = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test-gpu gpu gpu-ladder bench-cpu hub-kernel try-wheel test test-all test-fast times test-highest test-lowest test-newest test-frameworks coverage docs lint wheel clean distclean
+.PHONY: help setup demo test-gpu gpu gpu-ladder bench-cpu hub-kernel try-wheel test test-all test-fast times test-highest test-lowest test-newest test-peers test-frameworks coverage docs lint wheel clean distclean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z%.-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -82,6 +82,9 @@ test-lowest: $(VENV_LOWEST)/.ready  ## the core tests, with the lowest supported
 # TORCH="--upgrade torch" takes the newest torch too: the build for accelerators, several GB, where no other is offered.
 test-newest: $(VENV_NEWEST)/.ready  ## what rests on other libraries, with the newest of them; ARGS="--write docs/integrations.md"
 	$(VENV_NEWEST)/bin/python tests/newest.py --jobs $(JOBS) $(ARGS)
+
+test-peers: $(VENV)/.ready  ## Transformers' common model tests on models that seqtile has changed; ARGS="--write docs/integrations.md"
+	$(VENV)/bin/python tests/peers.py $(ARGS)
 
 # The frameworks pin other versions than ours, so that each has an environment of its own (about 4 and 2 GB).
 test-frameworks: $(VENV)/.ready $(VENV_AXOLOTL)/.ready $(VENV_MS_SWIFT)/.ready  ## real axolotl and ms-swift runs with the plugins

@@ -57,7 +57,8 @@ def table_row(counts: Counts) -> str:
 
 def with_row(page: str, row: str) -> str:
     """``page`` with ``row`` first in its table, alone of its name; the table is added where there is none."""
-    lines = [line for line in page.splitlines() if not line.startswith(NAME)]
+    name = "|".join(row.split("|")[:2])
+    lines = [line for line in page.splitlines() if not line.startswith(name)]
     if HEADER[0] not in lines:
         lines += HEADER
     lines.insert(lines.index(HEADER[0]) + len(HEADER), row)
