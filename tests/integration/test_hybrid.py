@@ -187,7 +187,7 @@ def test_a_hybrid_model_is_planned(directory: Path, capsys: pytest.CaptureFixtur
     assert main([*asked, "--max-length", "2048", "--lora", "4"]) == 0
     printed = capsys.readouterr().out
     assert "Longest sequence that fits with these settings: 4,096 tokens" in printed
-    assert "1 layer with a state (Gated DeltaNet) run in flash-linear-attention" in " ".join(printed.split())
+    assert "1 layer with a state (Gated DeltaNet) runs in flash-linear-attention" in " ".join(printed.split())
 
 
 def test_a_model_without_mlps_to_tile_is_planned_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
