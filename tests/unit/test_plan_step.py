@@ -331,7 +331,7 @@ CALLERS = {
 
 @pytest.mark.parametrize("caller", CALLERS)
 def test_a_plan_is_the_same_whatever_its_caller_has_on_and_leaves_it_so(caller: str) -> None:
-    config, how = config_of("qwen3_5_text"), setup(device_type="cuda", autocast=True, chunk=64)
+    config, how = config_of("llama"), setup(device_type="cuda", autocast=True, chunk=64)
     expected, device = fake_step(config, how, LENGTH), torch.get_default_device()
     with CALLERS[caller]():
         inside = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_default_device()
