@@ -25,11 +25,12 @@ import pytest
 import torch
 import transformers
 from torch import nn
-from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING, AutoConfig, PreTrainedModel
 
+import seqtile
 import zoo
 from newest import Counts, with_row
+from seqtile.blocks.instance import installed_forwards
 
 FAMILIES = (
     "llama", "mistral", "qwen3", "gemma2", "gemma3_text", "gpt2", "phi3", "olmo2", "mixtral", "qwen3_moe",
@@ -73,21 +74,27 @@ def _case(family: str, bases: tuple[type, ...]) -> type:
 
 
 class Tiled:
-    """A plugin of pytest that applies seqtile to a model before its first forward."""
+    """A plugin of pytest: applies seqtile to each model before its first call, and counts those that ran tiles.
+
+    By the class's ``__call__``: a hook on every module would see tiles, so that blocks would run whole.
+    """
 
     def __init__(self, options: dict[str, Any]) -> None:
         self._options, self.models = options, 0
-        self._seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._seen, self._acted = weakref.WeakSet[nn.Module](), weakref.WeakSet[nn.Module]()
 
     def pytest_sessionstart(self) -> None:
-        register_module_forward_pre_hook(self._before)
+        PreTrainedModel.__call__ = lambda model, *args, **kwargs: self._call(model, *args, **kwargs)
 
-    def _before(self, module: nn.Module, _: Any) -> None:
-        import seqtile
-
-        if isinstance(module, PreTrainedModel) and module not in self._seen:
-            self._seen.update(module.modules())
-            self.models += bool(seqtile.apply(module, **self._options).tiled)
+    def _call(self, model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        if model not in self._seen:
+            self._seen.update(model.modules())
+            seqtile.apply(model, **self._options)
+        output = nn.Module.__call__(model, *args, **kwargs)
+        if model not in self._acted and any(forward.acted for forward in installed_forwards(model)):
+            self._acted.update(model.modules())
+            self.models += 1
+        return output
 
 
 class Outcomes(Counts):
@@ -149,7 +156,8 @@ def main() -> int:
     print(*(f"passes without seqtile only: {test}" for test in lost), sep="\n")
     if arguments.write:
         versions = f"transformers {transformers.__version__}, torch {torch.__version__}"
-        row = f"{NAME} {versions} | {within} | {datetime.date.today()} |"
+        ran = f"{arguments.families.replace(',', ', ')}: {within}; {tiled.models:,} models ran tiles"
+        row = f"{NAME} {versions} | {ran} | {datetime.date.today()} |"
         arguments.write.write_text(with_row(arguments.write.read_text("utf-8"), row), "utf-8")
     return 1 if lost or not tiled.models else 0
 

@@ -51,8 +51,8 @@ def in_this_thread(replacement: Callable[..., Any], original: Callable[..., Any]
 def callers_modes_off() -> Iterator[None]:
     """Inside, gradients are recorded, and neither an autocast nor a function mode of the caller is on.
 
-    A default device is such a mode. A checkpoint's recompute enters it a second time, after which it stays on when the
-    caller leaves it (``torch.utils._device.DeviceContext``).
+    A default device is such a mode. A checkpoint's recompute would enter it a second time, and it would then stay on
+    after the caller has left it.
     """
     with (
         torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False), ExitStack() as stack,

@@ -43,7 +43,7 @@ SM90_ROWS, SM90_COLUMNS = 1024, 256
 """Tokens are filled up to a multiple of the first, though 128 would do: the SM90 function compiles its kernels for each
 number of tokens. The vocabulary must be a multiple of the second."""
 QUACK_ROWS = 128
-"""Quack's tiles have a multiple of this many tokens, and its vocabulary is a multiple of it."""
+"""Quack's function takes a multiple of this many tokens at a time, and a vocabulary that it divides."""
 
 
 @dataclass(frozen=True)
